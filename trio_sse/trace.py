@@ -1,0 +1,236 @@
+"""What happened to one exchange: its outcome, its counts, and (if tracing is on) every mark on the way.
+
+One :class:`Record` is made per exchange, filled in by the tasks that serve it, and closed exactly once. Log line, metrics, ``/traces``
+and the evidence are all read from closed records, so that no two of them can disagree.
+
+Rules:
+
+1. All times are ``time.monotonic_ns`` readings, one clock for every process of a machine; durations come out of differences.
+2. The first verdict counts; whoever comes later is ignored. ``completed`` is a verdict like any other.
+3. A mark is ``(kind, at, *values)``; :data:`MARKS` says what the values are. Times, sizes and counts only: never text.
+4. At most :data:`MAX_MARKS` marks are kept per exchange; the number of those dropped is part of the trace.
+
+The standard library alone is imported here: ``replay`` must be able to read a trace on a machine that has nothing installed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from enum import Enum
+
+__all__ = ["GAP_BUCKETS", "LANES", "MARKS", "MAX_MARKS", "SCHEMA", "Mark", "Outcome", "Record"]
+
+SCHEMA = 1
+MAX_MARKS = 20_000
+
+Mark = tuple[str | int | None, ...]
+
+
+class Outcome(str, Enum):
+    """How an exchange ended. Exactly one per exchange."""
+
+    COMPLETED = "completed"
+    CLIENT_DISCONNECTED = "client_disconnected"
+    CLIENT_STALLED = "client_stalled"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    BACKEND_ERROR = "backend_error"
+    SHUTDOWN = "shutdown"
+    REJECTED = "rejected"
+    DRAIN_TIMED_OUT = "drain_timed_out"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# kind → (lane, names of the values). The lane is where a timeline draws it.
+MARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "request": ("client", ("body_bytes",)),
+    "prepared": ("producer", ("prompt_tokens",)),
+    "waiting": ("producer", ("ahead",)),
+    "admitted": ("producer", ("slots_in_use",)),
+    "started": ("producer", ()),
+    "prefill_begin": ("model", ("tokens",)),
+    "prefill_end": ("model", ("tokens",)),
+    "step_begin": ("model", ("step",)),
+    "step_end": ("model", ("step",)),
+    "first_token": ("producer", ()),
+    "produced": ("producer", ("seq", "tokens")),
+    "enqueued": ("channel", ("seq", "wait_ns", "queued")),
+    "discarded": ("channel", ("seq", "tokens")),
+    "head": ("writer", ("status",)),
+    "frames": ("writer", ("events", "bytes")),
+    "write": ("socket", ("bytes", "wait_ns", "unsent", "unacked")),
+    "heartbeat": ("writer", ()),
+    "eof": ("monitor", ()),
+    "probe": ("monitor", ("bytes",)),
+    "verdict": ("monitor", ("outcome", "witness")),
+    "cancel_delivered": ("producer", ()),
+    "cache_released": ("model", ("bytes",)),
+    "backend_ended": ("producer", ()),
+    "slot_released": ("producer", ()),
+    "outcome": ("producer", ("outcome",)),
+}
+LANES = ("client", "monitor", "producer", "channel", "writer", "socket", "model")
+
+# Upper bounds, in seconds, of the inter-token histogram that every record carries: vLLM's own.
+GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_GAP_BUCKETS_NS = tuple(int(bound * 1e9) for bound in GAP_BUCKETS)
+
+
+class Record:
+    """The account of one exchange.
+
+    Args:
+      request_id: the id in ``X-Request-Id``.
+      route: the route's template, never the raw path.
+      marks: whether to keep marks; the counts are kept in any case.
+      clock: nanoseconds on the clock that everything here is measured with.
+
+    Counts: ``tokens_generated`` (offered by the backend), ``tokens_sent`` (their frames were taken by the kernel),
+    ``tokens_after_verdict`` (offered after the verdict) and the same for events: ``events_produced``, ``events_sent``,
+    ``events_discarded``.
+    """
+
+    __slots__ = (
+        "_clock", "bytes_sent", "channel_peak", "code", "enqueue_wait_ns", "events_after_verdict",
+        "events_discarded", "events_produced", "events_sent", "gap_counts", "gap_sum_ns", "largest_write", "marks",
+        "marks_dropped", "method", "outcome", "prompt_tokens", "request_id", "route", "status", "t_ended", "t_first_token",
+        "t_last_token", "t_released", "t_request", "t_started", "t_verdict", "terminal_events", "tokens_after_verdict",
+        "tokens_generated", "tokens_sent", "witness", "write_stall_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        route: str,
+        method: str = "POST",
+        *,
+        marks: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.request_id = request_id
+        self.route = route
+        self.method = method
+        self._clock = clock
+        self.marks: list[Mark] | None = [] if marks else None
+        self.marks_dropped = 0
+        self.outcome: Outcome | None = None
+        self.witness: str | None = None
+        self.status: int | None = None
+        self.code: str | None = None
+        self.prompt_tokens = 0
+        self.tokens_generated = 0
+        self.tokens_sent = 0
+        self.tokens_after_verdict = 0
+        self.events_produced = 0
+        self.events_sent = 0
+        self.events_discarded = 0
+        self.events_after_verdict = 0
+        self.terminal_events = 0
+        self.bytes_sent = 0
+        self.largest_write = 0
+        self.channel_peak = 0
+        self.enqueue_wait_ns = 0  # the longest
+        self.write_stall_ns = 0  # in all
+        self.gap_counts: list[int] | None = None
+        self.gap_sum_ns = 0
+        self.t_request = clock()
+        self.t_started: int | None = None
+        self.t_first_token: int | None = None
+        self.t_last_token: int | None = None
+        self.t_verdict: int | None = None
+        self.t_released: int | None = None
+        self.t_ended: int | None = None
+
+    def now(self) -> int:
+        return self._clock()
+
+    def mark(self, kind: str, *values: str | int | None, at: int | None = None) -> None:
+        """Keeps one mark, if marks are kept. ``kind`` and ``values`` are those of :data:`MARKS`."""
+        marks = self.marks
+        if marks is None:
+            return
+        if len(marks) < MAX_MARKS:
+            marks.append((kind, self._clock() if at is None else at, *values))
+        else:
+            self.marks_dropped += 1
+
+    def started(self) -> None:
+        self.t_started = self._clock()
+        self.mark("started", at=self.t_started)
+
+    def produced(self, tokens: int) -> None:
+        """The backend has offered one event that stands for ``tokens`` tokens (0: a tool event)."""
+        self.events_produced += 1
+        self.tokens_generated += tokens
+        if self.t_verdict is not None:
+            self.events_after_verdict += 1
+            self.tokens_after_verdict += tokens
+        now = self._clock()
+        if tokens:
+            last = self.t_last_token
+            if last is None:
+                self.t_first_token = now
+                self.mark("first_token", at=now)
+            else:
+                if self.gap_counts is None:
+                    self.gap_counts = [0] * (len(GAP_BUCKETS) + 1)
+                self.gap_counts[bisect_left(_GAP_BUCKETS_NS, now - last)] += 1
+                self.gap_sum_ns += now - last
+            self.t_last_token = now
+        if self.marks is not None:
+            self.mark("produced", self.events_produced, tokens, at=now)
+
+    def reach(self, outcome: Outcome, witness: str) -> bool:
+        """Records the verdict unless there is one already; says whether this one counts."""
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        self.witness = witness
+        self.t_verdict = self._clock()
+        self.mark("verdict", outcome.value, witness, at=self.t_verdict)
+        return True
+
+    def released(self) -> None:
+        """The slot is free again: the work has really ended."""
+        self.t_released = self._clock()
+        self.mark("slot_released", at=self.t_released)
+
+    def close(self) -> None:
+        """Nothing more will be told. The outcome is what it is now."""
+        if self.outcome is None:
+            raise RuntimeError("an exchange cannot end without an outcome")
+        if self.t_ended is not None:
+            raise RuntimeError("an exchange cannot end twice")
+        self.t_ended = self._clock()
+        self.mark("outcome", self.outcome.value, at=self.t_ended)
+
+    def summary(self) -> dict[str, object]:
+        """Everything but the marks, JSON-ready; times in nanoseconds on the record's clock."""
+        return {
+            "schema": SCHEMA,
+            "request_id": self.request_id,
+            "route": self.route,
+            "method": self.method,
+            "outcome": str(self.outcome) if self.outcome else None,
+            "witness": self.witness,
+            "status": self.status,
+            "code": self.code,
+            **{name: getattr(self, name) for name in _COUNTS},
+            **{name: getattr(self, name) for name in _TIMES},
+        }
+
+    def trace(self) -> dict[str, object]:
+        """:meth:`summary` with the marks."""
+        return {**self.summary(), "marks": self.marks or [], "marks_dropped": self.marks_dropped}
+
+
+_COUNTS = (
+    "prompt_tokens", "tokens_generated", "tokens_sent", "tokens_after_verdict", "events_produced", "events_sent",
+    "events_discarded", "events_after_verdict", "terminal_events", "bytes_sent", "largest_write", "channel_peak",
+    "enqueue_wait_ns", "write_stall_ns",
+)  # fmt: skip
+_TIMES = ("t_request", "t_started", "t_first_token", "t_last_token", "t_verdict", "t_released", "t_ended")
