@@ -16,6 +16,8 @@ the number of tokens generated, whatever the text did.
 
 from __future__ import annotations
 
+import builtins
+
 import msgspec
 
 from trio_sse.script import Script
@@ -87,7 +89,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     bytes: bytes
     logprob: float
-    top: tuple[tuple[str, bytes, float], ...] = ()
+    top: tuple[tuple[str, builtins.bytes, float], ...] = ()  # bytes alone would be the field
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):

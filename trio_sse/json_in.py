@@ -1,7 +1,7 @@
 """Strict JSON in: a request body becomes a typed value, or a 400 that names the field.
 
-What a lenient reader lets through comes back later as a wrong answer or a crash: ``true`` becomes 1 token, NaN poisons a sampler, a
-lone surrogate blows up the tokenizer, the first of two equal keys is what the gateway checked and the last is what the engine used.
+What a lenient reader lets through comes back later as a wrong answer or a crash: ``true`` becomes 1 token, NaN poisons a sampler,
+a lone surrogate blows up the tokenizer, the first of two equal keys is what a gateway checked and the last what the engine used.
 So the body is read once by the standard library's parser, the tree is looked over here, and msgspec fits it to its type.
 
 Rules:
@@ -11,12 +11,12 @@ Rules:
 3. Numbers are finite, strings have no lone surrogate, everywhere.
 4. Types are exact: ``true`` and ``5.0`` are no integers, ``"5"`` is no number, ``1`` is no boolean. 5 is a number where fractions
    are allowed. Fields that the type does not know are ignored.
-5. Nothing but :class:`~trio_sse.errors.BadRequest` comes out. Its ``param`` is the field's path (``messages[0].role``) where one is
-   to blame, and its words are ours: a library's message may change, and may show a class's name.
+5. Nothing but :class:`~trio_sse.errors.BadRequest` comes out. Its ``param`` is the field's path (``messages[0].role``) where one
+   is to blame, and its words are ours: a library's message may change, and may show a class's name.
 
 msgspec's own decoder would be faster, yet it neither sees duplicate keys nor says which string holds a surrogate; and it raises
-RecursionError at a depth that hangs on the caller's stack. 9 KB of messages take some 100 µs here; the worst megabyte, all brackets,
-half a second, so a big body is better decoded off the event loop.
+RecursionError at a depth that hangs on the caller's stack. 9 KB of messages take some 100 µs here; the worst megabyte, all
+brackets, half a second, so a big body is better decoded off the event loop.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = ["MAX_DEPTH", "Int64", "decode"]
 T = TypeVar("T")
 
 MAX_DEPTH = 64
+_LONGEST_NAME = 64
 
 # Python's integers have no end; a field that goes on into C, torch or a database has.
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -166,8 +167,8 @@ def _path(place: _Place) -> str:
 
 def _shown(name: str) -> str:
     """A client's own key, fit to be shown: printable ASCII, and not for ever."""
-    clean = "".join(mark if mark.isascii() and mark.isprintable() else "?" for mark in name[:64])
-    return clean + "…" if len(name) > 64 else clean
+    clean = "".join(mark if mark.isascii() and mark.isprintable() else "?" for mark in name[:_LONGEST_NAME])
+    return clean if len(name) <= _LONGEST_NAME else clean + "..."
 
 
 def _too_deep() -> BadRequest:
@@ -199,7 +200,7 @@ _RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less th
 def _refuse(text: str) -> NoReturn:
     """Raises BadRequest for msgspec's ``text``. What is not recognised still names its field."""
     where = _WHERE.search(text)
-    path = where[1] if where else ""
+    path = where[1].replace("[...]", "") if where else ""  # a dictionary's values have no names of their own
     if missing := _MISSING.match(text):
         path = f"{path}.{missing[1]}" if path else missing[1]
         raise BadRequest(f"{path} is required.", param=path)
@@ -212,6 +213,8 @@ def _complaint(text: str) -> str:
         wanted = [_TYPES.get(kind, "another type") for kind in match[1].split(" | ")]
         return f"must be {' or '.join(wanted)}, not {_GOT.get(match[2], 'this')}"
     if match := _LENGTH.match(text):
+        if match[2] == ">=" and match[3] == "1":
+            return "must not be empty"
         return f"must have {_RELATIONS[match[2]]} {match[3]} {_UNITS[match[1]]}"
     if match := _BOUND.match(text):
         return f"must be {_RELATIONS[match[2]]} {match[3].removesuffix('.0')}"
