@@ -25,7 +25,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -55,7 +55,7 @@ def decode(body: bytes, type: type[T]) -> T:
     try:
         return msgspec.convert(tree, type)
     except msgspec.ValidationError as error:
-        _refuse(str(error))
+        raise _refusal(str(error)) from None
 
 
 # --- bytes → tree ---------------------------------------------------------------------------------------------------------
@@ -197,15 +197,15 @@ _UNITS = {"str": "characters", "array": "items", "object": "keys"}
 _RELATIONS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 
-def _refuse(text: str) -> NoReturn:
-    """Raises BadRequest for msgspec's ``text``. What is not recognised still names its field."""
+def _refusal(text: str) -> BadRequest:
+    """The refusal for msgspec's ``text``. What is not recognised still names its field."""
     where = _WHERE.search(text)
     path = where[1].replace("[...]", "") if where else ""  # a dictionary's values have no names of their own
     if missing := _MISSING.match(text):
         path = f"{path}.{missing[1]}" if path else missing[1]
-        raise BadRequest(f"{path} is required.", param=path)
+        return BadRequest(f"{path} is required.", param=path)
     name = path or "The request body"
-    raise BadRequest(f"{name} {_complaint(text)}.", param=path or None)
+    return BadRequest(f"{name} {_complaint(text)}.", param=path or None)
 
 
 def _complaint(text: str) -> str:
