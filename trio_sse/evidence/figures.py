@@ -164,7 +164,7 @@ def _after(marks: list[Mark], moment: int | None) -> int:
 
 
 def _share(produced: list[Mark], received: list[Mark]) -> float | None:
-    if len(produced) < 2 or len(received) < 2:
+    if not produced or not received or received[0].at == received[-1].at:
         return None
     return round((produced[-1].at - produced[0].at) / (received[-1].at - received[0].at), 3)
 
@@ -188,8 +188,8 @@ def _backlog(exchange: Exchange) -> dict[str, Value]:
     """Walks the marks once and keeps what is in user space: queued events, and the frames of a write that has not finished."""
     sizes: list[int] = []  # bytes per event, in the order in which they were framed
     for mark in exchange.all("frames"):
-        events = _number(mark, "events")
-        sizes += [_number(mark, "bytes") // events] * events
+        if events := _number(mark, "events"):
+            sizes += [_number(mark, "bytes") // events] * events
     entered = framed = written = writing = most = beyond = most_bytes = 0
     usual = sizes[-1] if sizes else 0
     for mark in exchange.server:
