@@ -194,6 +194,11 @@ class Record:
         self.mark("verdict", outcome.value, witness, at=self.t_verdict)
         return True
 
+    def outlived(self) -> None:
+        """The work went on past its grace: that is the outcome now, and the verdict that began the wait becomes its witness."""
+        self.witness = str(self.outcome)
+        self.outcome = Outcome.DRAIN_TIMED_OUT
+
     def released(self) -> None:
         """The slot is free again: the work has really ended."""
         self.t_released = self._clock()

@@ -51,7 +51,7 @@ FIGURES: dict[str, str] = {
     "bytes_taken": "bytes that the server's kernel took for this exchange, in all",
     "leaving_to_eof_ms": "from the client's leaving to the end of file seen by the server",
     "leaving_to_verdict_ms": "from the client's leaving to the verdict",
-    "verdict_to_cancel_ms": "from the verdict to the cancellation delivered to the producer",
+    "verdict_to_cancel_ms": "from the verdict (other than `completed`) to the cancellation delivered to the producer",
     "verdict_to_cache_ms": "from the verdict to the model's cache memory given back",
     "verdict_to_slot_ms": "from the verdict to the slot given back",
     "leaving_to_slot_ms": "from the client's leaving to the slot given back",
@@ -225,6 +225,8 @@ def _backlog(exchange: Exchange) -> dict[str, Value]:
 
 def _release(exchange: Exchange) -> dict[str, Value]:
     verdict, slot, cache = (exchange.first(kind) for kind in ("verdict", "slot_released", "cache_released"))
+    if verdict is not None and verdict.values.get("outcome") == "completed":
+        verdict = None  # pronounced when all is done already: nothing follows from it
     produced = exchange.last("produced")
     freed = [_number(mark, "bytes") for mark in exchange.all("cache_released")]
     return {

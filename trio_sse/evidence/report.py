@@ -133,7 +133,12 @@ def _tracing_cost(summaries: Summaries) -> str:
 
 def _timelines(matrix: Matrix) -> str:
     pictures = [f"### {case.name}\n\n{case.title}.\n\n![{case.name}](timelines/{case.name}.svg)" for case in matrix.cases if case.traced]
-    return "## Timelines\n\nThe first run of each case.\n\n" + "\n\n".join(pictures)
+    return (
+        "## Timelines\n\n"
+        "The first run of each case. A dot is a moment (an event received, produced, framed, written or, in grey, discarded), a green bar "
+        "the slot held, a red bar somebody who waits (the backend for room in the channel, a write for the kernel), a blue or brown bar "
+        "the model at work, a stepped line a size.\n\n" + "\n\n".join(pictures)
+    )
 
 
 def _walkthrough(name: str, exchange: Exchange) -> str:

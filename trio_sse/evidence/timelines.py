@@ -27,22 +27,23 @@ _TURNS = {
     "cache_released": ("#006080", "cache released"),
     "slot_released": ("#007030", "slot released"),
 }
-_MOMENTS = {  # kind → lane, offset from the middle of the lane, colour
-    "request": ("client", 0.25, "#333333"),
-    "event": ("client", -0.05, "#3060b0"),
-    "end": ("client", 0.25, "#333333"),
-    "reset": ("client", 0.25, "#d00000"),
-    "eof": ("monitor", 0.0, "#c08000"),
-    "probe": ("monitor", 0.0, "#8050a0"),
-    "verdict": ("monitor", 0.0, "#d00000"),
-    "produced": ("producer", 0.15, "#3060b0"),
-    "cancel_delivered": ("producer", 0.15, "#d00000"),
-    "discarded": ("channel", -0.3, "#a0a0a0"),
-    "head": ("writer", 0.2, "#333333"),
-    "frames": ("writer", 0.0, "#3060b0"),
-    "heartbeat": ("writer", -0.2, "#8050a0"),
-    "write": ("socket", 0.0, "#3060b0"),
-    "cache_released": ("model", 0.0, "#006080"),
+# (side, kind) → lane, offset from the middle of the lane, colour
+_MOMENTS = {
+    ("server", "request"): ("client", 0.25, "#333333"),
+    ("client", "event"): ("client", -0.05, "#3060b0"),
+    ("client", "end"): ("client", 0.25, "#333333"),
+    ("client", "reset"): ("client", 0.25, "#d00000"),
+    ("server", "eof"): ("monitor", 0.0, "#c08000"),
+    ("server", "probe"): ("monitor", 0.0, "#8050a0"),
+    ("server", "verdict"): ("monitor", 0.0, "#d00000"),
+    ("server", "produced"): ("producer", 0.15, "#3060b0"),
+    ("server", "cancel_delivered"): ("producer", 0.15, "#d00000"),
+    ("server", "discarded"): ("channel", -0.3, "#a0a0a0"),
+    ("server", "head"): ("writer", 0.2, "#333333"),
+    ("server", "frames"): ("writer", 0.0, "#3060b0"),
+    ("server", "heartbeat"): ("writer", -0.2, "#8050a0"),
+    ("server", "write"): ("socket", 0.0, "#3060b0"),
+    ("server", "cache_released"): ("model", 0.0, "#006080"),
 }
 _ROW = {lane: len(LANES) - 1 - index for index, lane in enumerate(LANES)}
 
@@ -60,7 +61,7 @@ def draw(path: Path, case: Case, exchanges: list[Exchange]) -> None:
             reach = (max(mark.at for mark in turns) - exchange.left) / 1e6
             if reach < 0.5 * windows[0][1]:
                 windows.append((leaving - 0.3 * reach - 0.2, leaving + 1.3 * reach + 0.2, "around the leaving"))
-        figure = Figure(figsize=(11, 3.9 * len(windows)), layout="constrained")
+        figure = Figure(figsize=(11, 4.2 * len(windows)), layout="constrained")
         for index, (begin, end, title) in enumerate(windows):
             axes = figure.add_subplot(len(windows), 1, index + 1)
             _lanes(axes, begin, end)
@@ -72,7 +73,7 @@ def draw(path: Path, case: Case, exchanges: list[Exchange]) -> None:
 def _lanes(axes: Axes, begin: float, end: float) -> None:
     margin = 0.01 * (end - begin)
     axes.set_xlim(begin - margin, end + margin)
-    axes.set_ylim(-0.6, len(LANES) - 0.4)
+    axes.set_ylim(-0.6, len(LANES) - 0.4 + 0.3 * len(_TURNS))  # room above the lanes for the words of the turns
     axes.set_yticks(list(_ROW.values()), list(_ROW))
     axes.set_xlabel("ms since the request was sent")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -85,8 +86,8 @@ def _panel(axes: Axes, exchange: Exchange, marks: list[Mark], zero: int) -> None
     def ms(at: int) -> float:
         return (at - zero) / 1e6
 
-    for kind, (lane, offset, colour) in _MOMENTS.items():
-        times = [ms(mark.at) for mark in marks if mark.kind == kind]
+    for key, (lane, offset, colour) in _MOMENTS.items():
+        times = [ms(mark.at) for mark in marks if (mark.side, mark.kind) == key]
         axes.plot(times, [_ROW[lane] + offset] * len(times), ".", color=colour, markersize=3.5, zorder=3)
     _spans(axes, _between(marks, "admitted", "slot_released"), "producer", -0.2, "#80b080", "slot held", zero)
     _spans(axes, _between(marks, "prefill_begin", "prefill_end"), "model", 0.0, "#d0a060", "prefill", zero)
@@ -103,8 +104,9 @@ def _panel(axes: Axes, exchange: Exchange, marks: list[Mark], zero: int) -> None
             axes.axvline(ms(mark.at), color=colour, linewidth=0.9, zorder=2)
             right = ms(mark.at) > (begin + end) / 2
             axes.annotate(
-                f"{words} {ms(mark.at):.2f}", (ms(mark.at), len(LANES) - 0.55 - 0.27 * level), xytext=(-3 if right else 3, 0),
+                f"{words} {ms(mark.at):.2f}", (ms(mark.at), len(LANES) - 0.5 + 0.3 * (len(_TURNS) - level)), xytext=(-3 if right else 3, 0),
                 textcoords="offset points", ha="right" if right else "left", va="top", fontsize=7.5, color=colour, zorder=4,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
             )  # fmt: skip
             level += 1
 

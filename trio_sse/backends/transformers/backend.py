@@ -23,7 +23,8 @@ import trio
 from tokenizers import Tokenizer
 
 from trio_sse.backends.base import Backend, Prepared
-from trio_sse.backends.transformers.engine import Engine, Sequence, longest_sequence
+from trio_sse.backends.transformers.engine import Engine, longest_sequence
+from trio_sse.backends.transformers.sequence import Sequence
 from trio_sse.backends.transformers.steps import StepModel
 from trio_sse.backends.transformers.text import TokenStream, Vocabulary
 from trio_sse.backends.transformers.thread import ModelThread
@@ -137,8 +138,7 @@ class TransformersBackend(Backend):
                 loaded = await self._thread.call(self._prepare_model)
                 self._engine = self._take(loaded)
             except LoadingStopped:
-                await trio.lowlevel.checkpoint_if_cancelled()
-                return
+                await trio.lowlevel.checkpoint_if_cancelled()  # the reason why it stopped
             except Exception as failure:  # noqa: BLE001  (raised below: out of the nursery it would come as a group)
                 error = failure
                 nursery.cancel_scope.cancel(reason="the model could not be loaded")

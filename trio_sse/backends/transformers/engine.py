@@ -7,9 +7,6 @@ synchronous; only the jobs for the model thread are waited for, and only one run
         │                                                        │
         └── hand out the tokens ◀── ONE STEP of the model ◀── choose who steps
 
-    WAITING ──admit──▶ OPEN ──finished, failed or cancelled──▶ CLOSING ──the memory is back──▶ RELEASED
-       └──────────────────────────────cancelled────────────────────────────────────────────────▶┘
-
 Rules:
 
 1. A sequence steps only when everything it has produced has entered its channel. The engine tries without waiting; where the
@@ -32,19 +29,17 @@ import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, TypeVar
 
 import trio
 
-from trio_sse.backends.transformers.steps import Cache, Chosen, StepFailure, StepModel, Work
-from trio_sse.backends.transformers.text import TokenStream
+from trio_sse.backends.transformers.sequence import Sequence, State
+from trio_sse.backends.transformers.steps import Chosen, StepFailure, StepModel, Work
 from trio_sse.backends.transformers.thread import Runner
-from trio_sse.channel import EventChannel
 from trio_sse.errors import HttpError, NotReady
-from trio_sse.events import Event, Finish, Sampling, Started, Token
+from trio_sse.events import Event, Finish, Started, Token
 
-__all__ = ["Engine", "ModelFailed", "Sequence", "longest_sequence"]
+__all__ = ["Engine", "ModelFailed", "longest_sequence"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -56,60 +51,6 @@ _STILL_WAITING = 30.0
 
 class ModelFailed(RuntimeError):
     """The model raised while it worked on this sequence; the cause is attached."""
-
-
-class _State(Enum):
-    WAITING = "waiting"
-    OPEN = "open"
-    CLOSING = "closing"
-    RELEASED = "released"
-
-
-class Sequence:
-    """One generation: a prompt, what has come of it, and where that goes.
-
-    Args:
-      ids: the prompt, at least one token.
-      max_tokens: how many tokens to generate at most, at least 1.
-      sampling: how they are chosen.
-      text: makes events of them.
-      events: takes the events.
-    """
-
-    __slots__ = (
-        "busy", "cache", "done", "error", "events", "fed", "generated", "ids", "last", "late", "leaving", "max_tokens", "outbox",
-        "reserved", "sampling", "state", "steps", "text", "wake",
-    )  # fmt: skip
-
-    def __init__(self, ids: list[int], max_tokens: int, sampling: Sampling, text: TokenStream, events: EventChannel) -> None:
-        self.ids = ids
-        self.max_tokens = max_tokens
-        self.sampling = sampling
-        self.text = text
-        self.events = events
-        self.state = _State.WAITING
-        self.reserved = 0  # bytes of the pool
-        self.cache: Cache | None = None
-        self.busy = False  # the model thread has its cache in hand
-        self.leaving = False  # cancelled
-        self.fed = 0  # prompt tokens that are in the cache
-        self.last = 0  # the token chosen last, not yet fed
-        self.generated = 0
-        self.steps = 0  # model steps that it was part of
-        self.late = 0  # tokens that were chosen after it was cancelled
-        self.error: Exception | None = None
-        self.outbox: deque[Event] = deque()  # what the channel had no room for
-        self.wake = trio.Event()  # its task has something to do
-        self.done = trio.Event()  # RELEASED
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens will be in the cache at most."""
-        return len(self.ids) + self.max_tokens - 1
-
-    def next_ids(self, chunk: int) -> list[int]:
-        """What its next step feeds."""
-        return [self.last] if self.fed == len(self.ids) else self.ids[self.fed : self.fed + chunk]
 
 
 class Engine:
@@ -153,18 +94,18 @@ class Engine:
         """
         self._submit(seq)
         try:
-            while seq.state is not _State.RELEASED or seq.outbox:
+            while seq.state is not State.RELEASED or seq.outbox:
                 await seq.wake.wait()
                 seq.wake = trio.Event()
                 while seq.outbox:
                     await seq.events.send(seq.outbox[0])
                     seq.outbox.popleft()
-                if seq.state is _State.OPEN:
+                if seq.state is State.OPEN:
                     self._wake.set()  # it may step again
         finally:
-            if seq.state is not _State.RELEASED:
+            if seq.state is not State.RELEASED:
                 self._cancel(seq)
-                await self._released(seq)
+                await self._released(seq)  # noqa: ASYNC102  (its shield has a limit, and starts anew)
         if seq.error is not None:
             raise seq.error
 
@@ -179,11 +120,11 @@ class Engine:
 
     def _cancel(self, seq: Sequence) -> None:
         seq.leaving = True
-        if seq.state is _State.WAITING:
+        if seq.state is State.WAITING:
             self._waiting.remove(seq)
             self._release(seq)
             self._wake.set()  # whoever stood behind it may fit
-        elif seq.state is _State.OPEN and not seq.busy:
+        elif seq.state is State.OPEN and not seq.busy:
             self._end(seq)
         # else the step that it is in will see to it, or the close that is under way
 
@@ -225,7 +166,7 @@ class Engine:
         finally:
             self._running = False
             for seq in (*self._waiting, *self._open, *self._closing):
-                if seq.state is not _State.CLOSING:
+                if seq.state is not State.CLOSING:
                     seq.error = NotReady("The model has been stopped.")
                 self._release(seq)
             self._waiting.clear()
@@ -249,7 +190,7 @@ class Engine:
         """In order: whoever does not fit yet holds up those behind, or it would wait for ever."""
         while self._waiting and self.kv_cache_bytes + self._waiting[0].reserved <= self._model.pool_bytes:
             seq = self._waiting.popleft()
-            seq.state = _State.OPEN
+            seq.state = State.OPEN
             self._open[seq] = None
             self.kv_cache_bytes += seq.reserved
             seq.busy = True
@@ -272,13 +213,12 @@ class Engine:
         for seq in self._open:
             if seq.outbox:
                 continue  # paused
-            assert seq.cache is not None
-            ids = seq.next_ids(chunk)
-            if seq.fed < len(seq.ids):
-                if len(ids) > budget:
+            work = seq.next_work(chunk)
+            if seq.prefilling:
+                if len(work.ids) > budget:
                     continue  # its turn comes: those that were fed stand behind it from now on
-                budget -= len(ids)
-            batch.append((seq, Work(seq.cache, ids, choose=seq.fed + len(ids) >= len(seq.ids))))
+                budget -= len(work.ids)
+            batch.append((seq, work))
         return batch
 
     async def _step(self, batch: list[tuple[Sequence, Work]]) -> None:
@@ -301,11 +241,11 @@ class Engine:
                 self._settle(seq, work, results if isinstance(results, BaseException) else results[n])
             except Exception as error:  # noqa: BLE001  (a fault in one sequence's affairs must not stop the others)
                 seq.error = error
-                if seq.state is _State.OPEN:
+                if seq.state is State.OPEN:
                     self._end(seq)
 
     def _mark(self, seq: Sequence, work: Work, edge: str) -> None:
-        if seq.fed < len(seq.ids):
+        if seq.prefilling:
             seq.events.mark("prefill_" + edge, len(work.ids))
         else:
             seq.events.mark("step_" + edge, seq.generated)
@@ -320,7 +260,7 @@ class Engine:
         elif isinstance(result, StepFailure):
             self._fail(seq, result.error)
         else:
-            if seq.fed < len(seq.ids):
+            if seq.prefilling:
                 seq.fed += len(work.ids)
                 del self._open[seq]
                 self._open[seq] = None  # to the end of the line
@@ -378,15 +318,15 @@ class Engine:
     def _end(self, seq: Sequence) -> None:
         """It steps no more; its cache goes back as soon as the model thread is free."""
         del self._open[seq]
-        seq.state = _State.CLOSING
+        seq.state = State.CLOSING
         self._closing.append(seq)
         self._wake.set()
 
     def _release(self, seq: Sequence) -> None:
-        if seq.state is not _State.WAITING:
+        if seq.state is not State.WAITING:
             self.kv_cache_bytes -= seq.reserved
         seq.cache = None
-        seq.state = _State.RELEASED
+        seq.state = State.RELEASED
         seq.done.set()
         seq.wake.set()
 

@@ -174,9 +174,10 @@ class StopMatcher:
         if not self._held[1] and not any(first in text for first in self._firsts):
             return text
         for end, char in enumerate(text, 1):
-            self._advance(char)
-            if self.matched is not None:
-                return self._release(text, end - len(self.matched))
+            stop = self._advance(char)
+            if stop:
+                self.matched = stop
+                return self._release(text, end - len(stop))
         held = max(self._states)
         released = self._release(text, len(text) - held)
         self._held = (self._stops[self._states.index(held)][0], held)
@@ -186,7 +187,9 @@ class StopMatcher:
         """The end: what was held back is no stop string after all."""
         return "" if self.matched is not None else self._release("", 0)
 
-    def _advance(self, char: str) -> None:
+    def _advance(self, char: str) -> str:
+        """Takes one character in; the longest stop string that it completes, or ``""``."""
+        complete = ""
         for n, (stop, failure) in enumerate(self._stops):
             state = self._states[n]
             while state and stop[state] != char:
@@ -194,8 +197,9 @@ class StopMatcher:
             if stop[state] == char:
                 state += 1
             self._states[n] = state
-            if state == len(stop) and (self.matched is None or state > len(self.matched)):
-                self.matched = stop
+            if state == len(stop) and state > len(complete):
+                complete = stop
+        return complete
 
     def _release(self, text: str, end: int) -> str:
         """What was held back and ``text[:end]``; a negative ``end`` leaves some of what was held back where it is."""

@@ -1,0 +1,473 @@
+"""ONE REQUEST, TOP TO BOTTOM. Read this file first.
+
+An exchange is one request that makes a backend work, and the response that carries what the work yields. Three tasks serve it::
+
+    monitor    reads the receive side: the only one who can see the peer go while there is nothing to write
+    producer   backend.prepare → slot → backend.generate → channel; holds the slot until the work has really ended
+    writer     channel → frames → socket; the only one who writes. It is the exchange's own task, not a child
+
+                     events                  frames
+    backend ──▶ [ channel, bounded ] ──▶ writer ──▶ kernel ──▶ peer
+       ▲            full: waits            full: waits, under the write timeout
+       └─── so a slow reader slows the model, and a stalled one is let go ───┘
+
+Whoever learns that the exchange is over (end of file answered by a reset, a broken write, the write timeout, the deadline, DELETE, a
+shutdown, the last frame) calls :meth:`Exchange.stop`. The first one counts: that is the *verdict*. From there on everything goes the
+same way: the writer stops, the work is cancelled (or, if it can't be, drained into nothing), a peer that is still there is told, and
+the exchange waits for the work to end. Only then does it return.
+
+Rules:
+
+1. The slot is taken inside the nursery, so that a client that waits for one is watched too.
+2. A disconnect is a value (:class:`~trio_sse.trace.Outcome`), not an exception. What is expected to fail is turned into one in the
+   task where it fails, so that a nursery never has anything to wrap.
+3. State changes are synchronous; I/O follows. ``discard`` comes before any cancellation: a must-drain backend never meets a channel
+   that nobody empties.
+4. The head goes out with the backend's ``Started``; until then a failure is an HTTP status. The last frame goes out when the work has
+   ended and the slot is free, so that whoever has read it may count on that.
+5. Nothing is shielded without a deadline: a must-drain generation gets one as soon as anything would cancel it from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import trio
+
+from trio_sse.admission import Admission, Slot
+from trio_sse.backends.base import Backend, Prepared
+from trio_sse.channel import EventChannel
+from trio_sse.config import Config
+from trio_sse.dialects.base import Parsed
+from trio_sse.errors import ConnectionLost, DeadlineExceeded, HttpError, InternalError, NotReady, PeerStalled, RequestCancelled
+from trio_sse.events import Event, Finish, Started, Token
+from trio_sse.http11 import Headers, Http11Connection
+from trio_sse.sse import MEDIA_TYPE
+from trio_sse.trace import Outcome, Record
+
+__all__ = ["Exchange"]
+
+log = logging.getLogger("trio_sse")
+
+STREAM_HEADERS: Headers = [
+    (b"Content-Type", MEDIA_TYPE),
+    (b"Cache-Control", b"no-cache, no-transform"),
+    (b"X-Accel-Buffering", b"no"),
+]
+JSON_HEADERS: Headers = [(b"Content-Type", b"application/json")]
+
+WRITE_LIMIT = 64_000  # bytes of frames in one write, unless a single one is longer: with head and chunk framing under 64 KiB
+PROBE_INTERVAL = 1.0  # seconds between probes once the peer has sent end of file
+
+
+class Exchange:
+    """One request and its response.
+
+    Args:
+      connection: in RESPONDING; the request is complete.
+      parsed: the request as its dialect understood it, and the encoder of the answer.
+      backend, admission: who does the work, and who says when.
+      record: the account to keep. ``finished`` is called with it exactly once, when the outcome is final.
+      headers: for any response: the request id, CORS.
+    """
+
+    __slots__ = (
+        "_admission", "_answer", "_backend", "_carry", "_channel", "_config", "_connection", "_doze", "_drain", "_ended", "_failure",
+        "_finish", "_finished", "_half_closed", "_head_sent", "_headers", "_last_write", "_over", "_probe_now", "_request", "_serving",
+        "_slot", "_stream", "_unaccounted", "_watching", "_work", "record",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        connection: Http11Connection,
+        parsed: Parsed,
+        backend: Backend,
+        admission: Admission,
+        record: Record,
+        config: Config,
+        headers: Headers,
+        finished: Callable[[Record], None],
+    ) -> None:
+        self.record = record
+        self._connection = connection
+        self._request = parsed.request
+        self._stream = parsed.stream
+        self._answer = parsed.answer
+        self._backend = backend
+        self._admission = admission
+        self._config = config
+        self._headers = headers
+        self._finished = finished
+        self._channel = EventChannel(config.channel_capacity, record)
+        # One scope per thing that can be told to stop.
+        deadline = trio.current_time() + config.request_deadline if config.request_deadline else math.inf
+        self._serving = trio.CancelScope(deadline=deadline)  # the writer's
+        self._watching = trio.CancelScope()  # the monitor's
+        self._work = trio.CancelScope()  # the producer's
+        self._drain: trio.CancelScope | None = None  # inside it: the shield around must-drain work
+        self._doze = trio.CancelScope()  # the writer's wait for an event; its end means: write a comment or a probe
+        self._ended = trio.Event()  # the work has ended and the slot is free
+        self._slot: Slot | None = None
+        self._failure: HttpError | None = None
+        self._finish: Finish | None = None
+        self._carry: tuple[Event, bytes | None] | None = None  # did not fit into the last write, or could not be encoded
+        self._over = False  # the channel has ended
+        self._head_sent = False
+        self._half_closed = False
+        self._probe_now = False
+        self._last_write = trio.current_time()
+        self._unaccounted = (0, 0, 0, 0)  # what the write under way carries: bytes, events, tokens, begin in ns
+
+    # ---- The whole story ----
+
+    async def run(self) -> None:
+        """Serves the exchange to its end.
+
+        Resource handling: the slot, the channel and three tasks are gone when it returns. The connection is left either reusable, or
+        with its response complete and due to be closed, or aborted.
+
+        Error handling: does not raise for anything that the peer or the backend does.
+
+        Cancellation: the outcome is ``shutdown``, no goodbye is said; must-drain work gets ``cancel_grace`` seconds, then is cancelled.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._produce)
+                nursery.start_soon(self._monitor)
+                try:
+                    with self._serving:
+                        await self._write()
+                    if self._serving.cancelled_caught:
+                        self.stop(Outcome.DEADLINE_EXCEEDED, "request_deadline")  # unless there is a verdict already
+                    self._let_go()
+                    await self._goodbye()
+                    await self._see_the_work_end()
+                except BaseException:
+                    self._let_go()
+                    if self._drain is not None:
+                        self._drain.deadline = trio.current_time() + self._config.cancel_grace
+                    raise
+        finally:
+            self._report()
+
+    def stop(self, outcome: Outcome, witness: str) -> None:
+        """Pronounces the verdict, unless there is one. Synchronous; may be called by any task."""
+        if self.record.reach(outcome, witness):
+            self._serving.cancel(reason=f"{outcome}: {witness}")
+
+    # ---- Monitor ----
+
+    async def _monitor(self) -> None:
+        with self._watching:
+            try:
+                while await self._connection.read_ahead():
+                    pass
+                # End of file: the peer will send nothing more. Whether it still reads, only a probe can tell.
+                self.record.mark("eof")
+                self._half_closed = self._probe_now = True
+                self._doze.cancel(reason="end of file: probe")
+                await self._connection.transport.wait_gone()
+                self.stop(Outcome.CLIENT_DISCONNECTED, "reset_after_eof")
+            except ConnectionLost as lost:
+                self.stop(Outcome.CLIENT_DISCONNECTED, lost.witness)
+
+    # ---- Producer ----
+
+    async def _produce(self) -> None:
+        try:
+            with self._work:
+                prepared = await self._backend.prepare(self._request)
+                self.record.prompt_tokens = prepared.prompt_tokens
+                self.record.mark("prepared", prepared.prompt_tokens)
+                self._answer.prompt(prepared.prompt_tokens)
+                self.record.mark("waiting", self._admission.waiting)
+                self._slot = slot = await self._admission.acquire()  # no checkpoint from here …
+                try:  # … to here
+                    self.record.mark("admitted", self._admission.running)
+                    await self._generate(prepared)
+                finally:
+                    self.record.mark("backend_ended")
+                    slot.release()
+                    self.record.released()
+        except trio.Cancelled:
+            raise
+        except HttpError as error:
+            self._failure = error
+        except BaseExceptionGroup as group:  # a backend's own nursery
+            cancelled, errors = group.split(trio.Cancelled)
+            if errors is not None:
+                self._fail(errors)
+            if cancelled is not None:
+                raise cancelled from None
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  (a model library may raise anything: it must not take the server with it)
+            self._fail(error)
+        finally:
+            self._channel.close()
+            self._ended.set()
+
+    async def _generate(self, prepared: Prepared) -> None:
+        try:
+            if prepared.drain_budget is None:
+                await self._backend.generate(prepared, self._channel)
+            else:
+                # Must-drain: deaf to the verdict. Its deadline comes with the first cancellation from outside (see run).
+                with trio.CancelScope(shield=True) as self._drain:
+                    await self._backend.generate(prepared, self._channel)
+        except trio.Cancelled:
+            self.record.mark("cancel_delivered")
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Our own fault, or the backend's: the log has it all, the client learns that it happened."""
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if isinstance(error, HttpError):
+            self._failure = error
+            return
+        log.error("request %s: backend failed", self.record.request_id, exc_info=error)
+        self._failure = InternalError()
+
+    # ---- Writer ----
+
+    async def _write(self) -> None:
+        """Until the channel has ended and everything is sent, or somebody is gone."""
+        try:
+            while not self._over:
+                with trio.CancelScope(deadline=self._comment_due()) as self._doze:
+                    await self._send_events()
+                if self._connection.transport.backlog:
+                    # Outside the doze: a write that has begun is never cut off by a heartbeat that falls due.
+                    await self._flush()
+                elif not self._over and trio.current_time() >= self._comment_due():
+                    await self._send(self._comment())
+            await self._send_end()
+        except ConnectionLost as lost:
+            self.stop(Outcome.CLIENT_DISCONNECTED, lost.witness)
+        except PeerStalled:
+            self.stop(Outcome.CLIENT_STALLED, "write_timeout")
+        except Exception as error:  # noqa: BLE001  (the encoder)
+            self._fail(error)
+            self.stop(Outcome.BACKEND_ERROR, "encoder")
+
+    async def _send_events(self) -> None:
+        """The hot path: one event and whatever else is waiting become one write. Returns when the kernel refuses, or at the end."""
+        channel, transport = self._channel, self._connection.transport
+        while not self._over:
+            try:
+                event = await channel.receive() if self._carry is None else None
+            except trio.EndOfChannel:
+                self._over = True
+                return
+            data = self._batch(event)
+            if data:
+                transport.write(data)
+                if transport.backlog:
+                    return
+                self._sent()
+
+    def _batch(self, event: Event | None) -> bytes:
+        """The frames of ``event`` and of all that is queued behind it, up to one write's size, in one chunk."""
+        head = b""
+        parts: list[bytes] = []
+        size = events = tokens = 0
+        frame: bytes | None = None
+        if self._carry is not None:
+            event, frame = self._carry
+            self._carry = None
+        while event is not None:
+            if frame is None:
+                try:
+                    frame = self._frame(event)
+                except Exception:
+                    if not parts:
+                        raise
+                    self._carry = (event, None)  # what was encoded before it still goes out; then this comes up again
+                    break
+            if type(event) is Started:
+                head = self._stream_head()
+            if size and size + len(frame) > WRITE_LIMIT:
+                self._carry = (event, frame)
+                break
+            parts.append(frame)
+            size += len(frame)
+            if type(event) is Token:
+                events += 1
+                tokens += event.count
+            elif type(event) is not Started and type(event) is not Finish:
+                events += 1
+            try:
+                event = self._channel.receive_nowait()
+            except trio.WouldBlock:
+                break
+            except trio.EndOfChannel:
+                self._over = True
+                break
+            frame = None
+        data = head + self._connection.data(b"".join(parts)) if self._stream else b""
+        self._unaccounted = (len(data), events, tokens, self.record.now())
+        if self.record.marks is not None and data:
+            self.record.mark("frames", events, len(data))
+        return data
+
+    def _frame(self, event: Event) -> bytes:
+        if type(event) is Finish:
+            self._finish = event  # kept until the work has ended: rule 4
+            return b""
+        if not self._stream:
+            self._answer.collect(event)
+            return b""
+        frame = self._answer.frames(event)
+        if len(frame) > self._config.max_event:
+            raise ValueError(f"a frame of {len(frame)} bytes is longer than --max-event")
+        return frame
+
+    def _stream_head(self) -> bytes:
+        if not self._stream:
+            return b""
+        self._head_sent = True
+        self.record.status = 200
+        self.record.mark("head", 200)
+        return self._connection.head(200, [*self._headers, *STREAM_HEADERS])
+
+    async def _send_end(self) -> None:
+        """The channel has ended: the last frames, the document, or nothing (the goodbye then tells why)."""
+        if self._failure is None and self._finish is None:
+            self._fail(RuntimeError("the backend returned without Finish"))
+        if self._failure is not None:
+            known = self._failure.status < 500 or self._failure.status == 503
+            self.stop(Outcome.REJECTED if known and not self._head_sent else Outcome.BACKEND_ERROR, self._failure.code)
+            return
+        assert self._finish is not None
+        if self._stream:
+            await self._send(self._connection.data(self._answer.frames(self._finish)) + self._connection.end())
+        else:
+            self._answer.collect(self._finish)
+            await self._respond(200, JSON_HEADERS, self._answer.document())
+            self.record.events_sent = self.record.events_produced
+            self.record.tokens_sent = self.record.tokens_generated
+        self.record.terminal_events += 1
+        self.stop(Outcome.COMPLETED, "last_frame")
+
+    # Comments and probes
+
+    def _comment_due(self) -> float:
+        """When the peer must hear something if nothing else is sent. A half-closed peer is probed: any byte is a probe."""
+        if self._probe_now:
+            return -math.inf
+        due = math.inf
+        if self._head_sent and self._config.heartbeat:
+            due = self._last_write + self._config.heartbeat
+        if self._half_closed:
+            due = min(due, self._last_write + PROBE_INTERVAL)
+        return due
+
+    def _comment(self) -> bytes:
+        data = self._connection.data(self._answer.heartbeat) if self._head_sent else self._connection.probe()
+        self._unaccounted = (len(data), 0, 0, self.record.now())
+        self._last_write = trio.current_time()  # also when the probes are used up
+        if self._half_closed:
+            self.record.mark("probe", len(data))
+        else:
+            self.record.mark("heartbeat")
+        self._probe_now = False
+        return data
+
+    # Sending
+
+    async def _send(self, data: bytes) -> None:
+        if data:
+            self._connection.transport.write(data)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if self._connection.transport.backlog:
+            await self._connection.transport.flush(self._config.write_timeout)
+        self._sent()
+
+    def _sent(self) -> None:
+        """The kernel has taken it all: the account of the write."""
+        size, events, tokens, begin = self._unaccounted
+        self._unaccounted = (0, 0, 0, begin)
+        self._last_write = trio.current_time()
+        record = self.record
+        record.bytes_sent += size
+        record.events_sent += events
+        record.tokens_sent += tokens
+        wait = record.now() - begin
+        record.write_stall_ns += wait
+        if size > record.largest_write:
+            record.largest_write = size
+        if record.marks is not None:
+            record.mark("write", size, wait, *self._connection.transport.unsent())
+
+    async def _respond(self, status: int, headers: Headers, body: bytes) -> None:
+        self.record.status = status
+        self.record.mark("head", status)
+        await self._connection.respond(status, [*self._headers, *headers], body)
+        self.record.bytes_sent += len(body)
+
+    # ---- The end ----
+
+    def _let_go(self) -> None:
+        """Nobody serves this any more. Synchronous: first the channel is opened for whoever drains, then the work is told."""
+        self.record.reach(Outcome.SHUTDOWN, "cancelled_from_outside")  # only if there is no verdict yet
+        self._watching.cancel(reason="the exchange is over")
+        self._channel.discard()
+        self._work.cancel(reason=str(self.record.outcome))
+
+    async def _goodbye(self) -> None:
+        """Tells a peer that is still there why there is no more."""
+        outcome = self.record.outcome
+        if outcome is Outcome.COMPLETED:
+            return
+        error = self._error(outcome)
+        if error is None or not self._connection.can_go_on(self._head_sent):
+            self._connection.abort()
+            return
+        self.record.code = error.code
+        with trio.move_on_after(self._config.write_timeout) as patience:
+            try:
+                if self._head_sent:
+                    self.record.terminal_events += 1
+                    self._connection.end_after_this()
+                    data = self._connection.data(self._answer.error(error)) + self._connection.end()
+                    await self._connection.send(data)
+                else:
+                    await self._respond(error.status, [*error.headers, *JSON_HEADERS], error.body())
+            except (ConnectionLost, PeerStalled):
+                self._connection.abort()
+        if patience.cancelled_caught:
+            self._connection.abort()
+
+    def _error(self, outcome: Outcome | None) -> HttpError | None:
+        """What the peer is told; None if it is not there."""
+        if outcome is Outcome.DEADLINE_EXCEEDED:
+            return DeadlineExceeded()
+        if outcome is Outcome.CANCELLED:
+            return RequestCancelled()
+        if outcome is Outcome.SHUTDOWN:
+            return NotReady("The server is shutting down.", code="shutting_down")
+        if outcome in (Outcome.REJECTED, Outcome.BACKEND_ERROR):
+            return self._failure or InternalError()
+        return None
+
+    async def _see_the_work_end(self) -> None:
+        with trio.move_on_after(self._config.cancel_grace):
+            await self._ended.wait()
+        if not self._ended.is_set():
+            # It can't be stopped and did not end in time. The peer is let go; the slot is not, because it is not free.
+            self._connection.abort()
+            if self._slot is not None:
+                self._slot.lose()
+            self.record.outlived()
+            self._report()
+            await self._ended.wait()
+
+    def _report(self) -> None:
+        if self.record.t_ended is None:
+            self.record.close()
+            self._finished(self.record)

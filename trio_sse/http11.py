@@ -1,0 +1,383 @@
+"""One HTTP/1.1 connection: h11 over a transport, with the deadlines and the strictness that h11 leaves to its user.
+
+The states, and what may happen in them::
+
+             first byte         head complete        body taken
+    IDLE ───────────────▶ HEAD ──────────────▶ BODY ───────────▶ RESPONDING
+     │ ▲                    │                    │                 │  │
+     │ └────────────────────┼────────────────────┼── reuse ────────┘  │
+     │ end of file, idle    │ malformed, 408     │ refused early      │ told to close, or must
+     ▼ too long             ▼                    ▼                    ▼
+    CLOSED ◀──────────── LINGERING ◀─────────────┴────────────────────┘
+
+``RESPONDING`` begins once the request is complete, or once it is refused: from then on bytes that arrive are read ahead. A connection
+is reused only if the request was read to its end, the response was sent to its end, and neither side has asked for the end.
+
+Rules:
+
+1. Deadlines are absolute, on trio's clock: a byte now and then does not move them. ``header_timeout`` runs from the connection's
+   begin, later from a request's first byte; ``keep_alive`` bounds the idle time; ``body_timeout`` runs from the head's end.
+2. What h11 accepts and a careful server does not is refused here, in :func:`_check_head`, with 400 and the end of the connection.
+   What is pipelined behind such a request never runs.
+3. Producing bytes is synchronous (``head``, ``data``, ``end``: h11 owns the framing); sending them is :meth:`send`.
+4. A refusal while the client is still sending must reach it: we say end of file, and read on for a bounded while (LINGERING). A plain
+   close would make the kernel answer the unread bytes with a reset, which can destroy the refusal on its way.
+5. Before the head, the bytes with which any head begins may be sent one at a time as probes (see interface.md, "When the client
+   goes"); the head then leaves without them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from email.utils import formatdate
+from enum import Enum
+from http import HTTPStatus
+
+import h11
+import trio
+
+from trio_sse.config import Config
+from trio_sse.errors import BadRequest, BodyTooLarge, ConnectionLost, HeadTooLarge, HttpError, NotImplementedHere, RequestTimeout
+from trio_sse.transport import Transport
+
+__all__ = ["Headers", "Http11Connection", "Request", "State"]
+
+Headers = list[tuple[bytes, bytes]]
+
+LINGER_BYTES = 16 * 1024 * 1024
+LINGER_SECONDS = 30.0
+READ_AHEAD = 65536  # bytes kept of what a client pipelines during a response; past it they are dropped and the connection ends
+_RECEIVE = 65536
+_ANY_HEAD = b"HTTP/1.1 "
+
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_FOLDED = re.compile(rb"\n[ \t]")
+# RFC 3986: a registered name or IPv4 address, or a bracketed IPv6 or future literal; then perhaps a port.
+_HOST = re.compile(rb"(?:\[[0-9A-Za-z:.\-_~!$&'()*+,;=%]+\]|(?:[0-9A-Za-z\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?")
+_REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus} | {499: b"Client Closed Request"}
+
+
+class State(Enum):
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
+    RESPONDING = "responding"
+    LINGERING = "lingering"
+    CLOSED = "closed"
+
+
+class Request:
+    """A request's head. Names of ``headers`` are lower case; ``path`` is the target before ``?``, ``query`` what is behind it."""
+
+    __slots__ = ("headers", "method", "path", "query", "version")
+
+    def __init__(self, head: h11.Request) -> None:
+        self.method = head.method.decode("ascii")
+        path, _, query = head.target.partition(b"?")
+        self.path = path.decode("ascii")
+        self.query = query.decode("ascii")
+        self.version = head.http_version
+        self.headers: Headers = list(head.headers)
+
+    def get_all(self, name: bytes) -> list[bytes]:
+        return [value for key, value in self.headers if key == name]
+
+    def get(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class Http11Connection:
+    """The server's side of one connection.
+
+    Args:
+      transport: the peer. Owned: :meth:`close` and :meth:`abort` close it.
+      config: the limits and deadlines.
+    """
+
+    def __init__(self, transport: Transport, config: Config) -> None:
+        self.transport = transport
+        self.state = State.IDLE
+        self.idle_since = trio.current_time()
+        self._config = config
+        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=config.max_header)
+        self._first = True
+        self._must_close = False
+        self._eof = False
+        self._probed = 0  # bytes of _ANY_HEAD that are already on their way
+        self._head_only = False
+        self._ahead = 0
+
+    # Reading a request
+
+    async def next_request(self) -> Request | None:
+        """The next request's head; None when there will be none (the peer has left, or stayed idle).
+
+        Raises:
+          HttpError: the head is malformed, too large or too slow. Answer it with :meth:`refuse`.
+          ConnectionLost: the peer is gone.
+
+        Cancellation: between requests, nothing is lost by it.
+        """
+        deadline = trio.current_time() + (self._config.header_timeout if self._first else self._config.keep_alive)
+        buffered = bool(self._h11.trailing_data[0])
+        if not buffered:
+            with trio.move_on_at(deadline) as scope:
+                await self._receive()
+            if scope.cancelled_caught or (self._eof and not self._h11.trailing_data[0]):
+                return None
+        self.state = State.HEAD
+        if not self._first or buffered:
+            deadline = trio.current_time() + self._config.header_timeout
+        with trio.move_on_at(deadline):
+            return await self._read_head()
+        raise RequestTimeout("The request's head did not arrive in time.")
+
+    async def _read_head(self) -> Request | None:
+        while True:
+            raw = self._h11.trailing_data[0]
+            try:
+                event = self._h11.next_event()
+            except h11.RemoteProtocolError as error:
+                raise _refusal(error) from None
+            if isinstance(event, h11.Request):
+                left = len(self._h11.trailing_data[0])
+                _check_head(event, raw[: len(raw) - left] if left else raw, self._config.max_header)
+                request = Request(event)
+                self._first = False
+                self._head_only = request.method == "HEAD"
+                self.state = State.BODY
+                return request
+            if isinstance(event, h11.ConnectionClosed):
+                return None
+            await self._receive()
+
+    async def _receive(self) -> None:
+        data = await self.transport.receive(_RECEIVE)
+        self._eof = not data
+        self._h11.receive_data(data)
+
+    @property
+    def waits_for_continue(self) -> bool:
+        """Whether the client holds its body back until it is asked for."""
+        return self._h11.they_are_waiting_for_100_continue
+
+    async def read_body(self, limit: int) -> bytes:
+        """The request's whole body, asked for by ``100 Continue`` if need be. Ends in RESPONDING.
+
+        Args:
+          limit: most bytes to accept, after any chunked coding.
+
+        Raises:
+          HttpError: too large (before reading it all), too slow, or malformed.
+          ConnectionLost: the peer is gone, or has stopped sending in the middle.
+        """
+        with trio.move_on_after(self._config.body_timeout):
+            body = await self._read_body(limit)
+            self.state = State.RESPONDING
+            return body
+        raise RequestTimeout("The request's body did not arrive in time.")
+
+    async def _read_body(self, limit: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                event = self._h11.next_event()
+            except h11.RemoteProtocolError as error:
+                if self._eof:
+                    raise ConnectionLost("eof_in_body") from None
+                raise _refusal(error) from None
+            if isinstance(event, h11.Data):
+                size += len(event.data)
+                if size > limit:
+                    raise BodyTooLarge(f"The request's body is longer than {limit} bytes.")
+                parts.append(bytes(event.data))
+            elif isinstance(event, h11.EndOfMessage):
+                return b"".join(parts)
+            else:
+                if self.waits_for_continue:
+                    self.transport.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
+                    await self.transport.flush(self._config.write_timeout)
+                await self._receive()
+
+    def take_buffered_body(self) -> bool:
+        """Swallows the rest of the request if all of it is here already; says whether it was. Does not wait."""
+        if self.waits_for_continue:
+            return False
+        while self._h11.their_state is h11.SEND_BODY:
+            try:
+                event = self._h11.next_event()
+            except h11.RemoteProtocolError:
+                return False
+            if event is h11.NEED_DATA:
+                return False
+        return self._h11.their_state in (h11.DONE, h11.MUST_CLOSE)
+
+    def check_length(self, request: Request, limit: int) -> None:
+        """Refuses a body by its declared length, before any of it is read."""
+        length = request.get(b"content-length")
+        if length is not None and int(length) > limit:
+            raise BodyTooLarge(f"The request's body is longer than {limit} bytes.")
+
+    async def read_ahead(self) -> bool:
+        """Takes in what the peer sends during the response; false at its end of file.
+
+        Bytes are kept up to :data:`READ_AHEAD`. Past it they are thrown away and the connection is not reused, so that the end of
+        file behind them is still seen.
+        """
+        if self._eof:
+            await trio.lowlevel.checkpoint()
+            return False
+        data = await self.transport.receive(_RECEIVE)
+        self._ahead += len(data)
+        if not data:
+            self._eof = True
+        elif self._ahead > READ_AHEAD:
+            self._must_close = True
+            return True
+        self._h11.receive_data(data)
+        return bool(data)
+
+    # Responding: bytes first …
+
+    def head(self, status: int, headers: Headers, *, close: bool = False) -> bytes:
+        """The head's bytes (what probes have already sent of them left out). ``close`` says that the connection ends with it."""
+        if close or self._must_close:
+            self._must_close = True
+            headers = [*headers, (b"Connection", b"close")]
+        response = h11.Response(status_code=status, headers=[(b"Date", _date()), *headers], reason=_REASONS.get(status, b""))
+        raw = self._h11.send(response)
+        self.state = State.RESPONDING
+        return raw[self._probed :]
+
+    def data(self, body: bytes) -> bytes:
+        """``body`` framed as the head announced it: one chunk, or plain."""
+        if self._head_only or not body:
+            return b""
+        return self._h11.send(h11.Data(data=body))
+
+    def end(self) -> bytes:
+        """The end of the response."""
+        return self._h11.send(h11.EndOfMessage())
+
+    def end_after_this(self) -> None:
+        """The connection will not carry another request, though the head may have gone without saying so."""
+        self._must_close = True
+
+    def probe(self) -> bytes:
+        """One more byte of what any head begins with; ``b""`` when they are used up."""
+        byte = _ANY_HEAD[self._probed : self._probed + 1]
+        self._probed += len(byte)
+        return byte
+
+    # … then I/O
+
+    async def send(self, data: bytes) -> None:
+        """Writes ``data`` and waits until the kernel has taken it. Raises ConnectionLost or PeerStalled."""
+        self.transport.write(data)
+        if self.transport.backlog:
+            await self.transport.flush(self._config.write_timeout)
+
+    async def respond(self, status: int, headers: Headers, body: bytes, *, close: bool = False) -> None:
+        """One whole response."""
+        headers = [*headers, (b"Content-Length", b"%d" % len(body))] if status != 204 else headers
+        await self.send(self.head(status, headers, close=close) + self.data(body) + self.end())
+        await trio.lowlevel.checkpoint()
+
+    async def refuse(self, error: HttpError, headers: Headers) -> None:
+        """Answers a request that was not read to its end, and closes so that the answer arrives."""
+        if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = error.body()
+            await self.respond(error.status, [*headers, *error.headers, (b"Content-Type", b"application/json")], body, close=True)
+        self._must_close = True
+        await self.linger()
+
+    async def linger(self) -> None:
+        """Says end of file and throws away what the client still sends, for a bounded time and size."""
+        self.state = State.LINGERING
+        self.transport.shutdown_write()  # where it can't be said (TLS), Content-Length says it
+        left = LINGER_BYTES
+        with trio.move_on_after(LINGER_SECONDS):
+            while left > 0 and (data := await self.transport.receive(_RECEIVE)):
+                left -= len(data)
+
+    # The end of a response
+
+    def can_go_on(self, head_sent: bool) -> bool:
+        """Whether more can be said after a send was cut off: what was cut is known, and the response is where the caller thinks."""
+        expected = h11.SEND_BODY if head_sent else h11.SEND_RESPONSE
+        return self._h11.our_state is expected and not self.transport.cut
+
+    @property
+    def unread(self) -> bool:
+        """Whether the client may still be sending, so that a plain close could destroy what it has not read yet."""
+        return not self._eof and (self._ahead > 0 or self._h11.their_state not in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED))
+
+    def next_cycle(self) -> bool:
+        """Makes the connection ready for another request, if it may carry one."""
+        if self._must_close or self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
+            return False
+        self._h11.start_next_cycle()
+        self._probed = 0
+        self._ahead = 0
+        self._head_only = False
+        self.state = State.IDLE
+        self.idle_since = trio.current_time()
+        return True
+
+    def abort(self) -> None:
+        """Lets go of the peer at once, by a reset."""
+        self.state = State.CLOSED
+        self.transport.abort()
+
+    async def close(self) -> None:
+        """Closes in an orderly way."""
+        self.state = State.CLOSED
+        await self.transport.close()
+
+
+def _refusal(error: h11.RemoteProtocolError) -> HttpError:
+    """h11's verdict in our words. Its text stays out of the answer."""
+    if error.error_status_hint == 431:
+        return HeadTooLarge("The request's head is too long.")
+    if error.error_status_hint == 501:
+        return NotImplementedHere("This transfer coding is not implemented; only chunked is.", param="Transfer-Encoding")
+    return BadRequest("The request is not well-formed HTTP.", code="malformed_http")
+
+
+def _check_head(head: h11.Request, raw: bytes, max_header: int) -> None:
+    """What h11 0.16 lets through and we do not. ``raw`` is the head as it came."""
+    if len(raw) > max_header:
+        raise HeadTooLarge(f"The request's head is longer than {max_header} bytes.")
+    if head.http_version not in (b"1.1", b"1.0"):
+        raise BadRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.", code="malformed_http")
+    if _FOLDED.search(raw):
+        raise BadRequest("Folded header lines are not accepted.", code="malformed_http")
+    names = set()
+    for name, value in head.headers:
+        if _CONTROL.search(value):
+            raise BadRequest("A header value contains control characters.", code="malformed_http")
+        if name == b"host" and not _HOST.fullmatch(value):
+            raise BadRequest("The Host header is malformed.", param="Host", code="malformed_http")
+        names.add(name)
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
+            raise BadRequest("Transfer-Encoding and Content-Length must not come together.", code="malformed_http")
+        if head.http_version == b"1.0":
+            raise BadRequest("HTTP/1.0 has no Transfer-Encoding.", code="malformed_http")
+
+
+_date_cache = (0, b"")
+
+
+def _date() -> bytes:
+    """The Date header's value, made once a second."""
+    global _date_cache
+    now = int(time.time())
+    if _date_cache[0] != now:
+        _date_cache = (now, formatdate(now, usegmt=True).encode("ascii"))
+    return _date_cache[1]
