@@ -27,7 +27,7 @@ TEXTS = [
 
 def pieces(tokenizer: Tokenizer, ids: list[int], *, continues: bool = False) -> list[str]:
     decoder = TextDecoder(Vocabulary(tokenizer), continues=continues)
-    return [*(decoder.feed(id) for id in ids), decoder.flush()]
+    return [*(decoder.feed(token) for token in ids), decoder.flush()]
 
 
 # The oracle for invalid UTF-8 spells the tokens' bytes out by other means than the code under test.
@@ -45,7 +45,12 @@ def gpt2_alphabet() -> Iterator[str]:
     """The character for each byte, found by asking the library's own pre-tokenizer for all two-byte sequences of UTF-8 and ASCII."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     known: dict[int, str] = {}
-    for char in [*map(chr, range(0x800)), *(chr(n << 12) for n in range(1, 16)), *(chr(n << 18) for n in range(1, 4)), "\U00100000"]:
+    for char in [
+        *map(chr, range(0x800)),
+        *(chr(n << 12) for n in range(1, 16)),
+        *(chr(n << 18) for n in range(1, 4)),
+        "\U00100000",
+    ]:
         if 0xD800 <= ord(char) < 0xE000:
             continue
         known.update(zip(char.encode(), split.pre_tokenize_str(char)[0][0], strict=True))
@@ -72,7 +77,7 @@ def test_random_ids(build: Callable[[], Tokenizer], bytes_of: Callable[[Tokenize
     """10,000 sequences each: the one-shot decode where the bytes are UTF-8, an incremental decoder with replacement elsewhere."""
     tokenizer = build()
     size = tokenizer.get_vocab_size()
-    known = [bytes_of(tokenizer, id) for id in range(size)]
+    known = [bytes_of(tokenizer, token) for token in range(size)]
     rng = random.Random(8)
     valid = 0
     for n in range(10_000):
@@ -82,7 +87,7 @@ def test_random_ids(build: Callable[[], Tokenizer], bytes_of: Callable[[Tokenize
             text = "".join(rng.choices(TEXTS, k=2))
             ids = tokenizer.encode(text).ids[rng.randrange(3) :]
         shown = "".join(pieces(tokenizer, ids))
-        data = b"".join(known[id] for id in ids)
+        data = b"".join(known[token] for token in ids)
         try:
             data.decode()
         except UnicodeDecodeError:
@@ -96,10 +101,12 @@ def test_random_ids(build: Callable[[], Tokenizer], bytes_of: Callable[[Tokenize
     assert 2000 < valid < 9000  # both kinds were there
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece(), metaspace()], ids=["byte-level", "sentencepiece", "metaspace"])
+@pytest.mark.parametrize(
+    "tokenizer", [byte_level(), sentencepiece(), metaspace()], ids=["byte-level", "sentencepiece", "metaspace"]
+)
 def test_no_id_raises(tokenizer: Tokenizer) -> None:
-    for id in (-1, 10**6, 2**31, 2**32, 2**40):
-        assert pieces(tokenizer, [id, id]) == ["", "", ""]
+    for token in (-1, 10**6, 2**31, 2**32, 2**40):
+        assert pieces(tokenizer, [token, token]) == ["", "", ""]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -166,7 +173,9 @@ def test_metaspace(scheme: str) -> None:
     assert "".join(pieces(tokenizer, [0, 2], continues=True)) == " ac"
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")])])
+@pytest.mark.parametrize(
+    "decoder", [None, decoders.WordPiece(), decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")])]
+)
 def test_decoder_that_cannot_stream_is_refused(decoder: decoders.Decoder | None) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     if decoder is not None:
@@ -254,7 +263,7 @@ def test_stop_matching_is_linear() -> None:
 
 
 def events(stream: TokenStream, ids: list[int]) -> list[Token]:
-    made = [event for id in ids if not stream.stopped and (event := stream.feed(id))]
+    made = [event for token in ids if not stream.stopped and (event := stream.feed(token))]
     tail = stream.finish()
     return made if tail is None else [*made, tail]
 
@@ -268,11 +277,11 @@ def test_every_token_is_counted_once() -> None:
         stream = TokenStream(vocabulary, ("the", "e", "é"))
         fed = 0
         made = []
-        for id in ids:
+        for token in ids:
             if stream.stopped:
                 break
             fed += 1
-            if event := stream.feed(id):
+            if event := stream.feed(token):
                 assert event.text
                 made.append(event)
         if tail := stream.finish():
@@ -287,7 +296,7 @@ def test_logprobs_stay_with_their_tokens() -> None:
     ids = tokenizer.encode("a🦙 the end").ids
     entries = [TokenLogprob(str(n), b"", -float(n)) for n in range(len(ids))]
     stream = TokenStream(Vocabulary(tokenizer), (" the ending",))
-    made = [event for id, entry in zip(ids, entries, strict=True) if (event := stream.feed(id, entry))]
+    made = [event for token, entry in zip(ids, entries, strict=True) if (event := stream.feed(token, entry))]
     tail = stream.finish()
     assert tail is not None
     assert [entry for event in [*made, tail] for entry in event.logprobs] == entries

@@ -36,9 +36,8 @@ def sentencepiece() -> Tokenizer:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     characters = sorted({c for line in CORPUS for c in line.replace(" ", "▁")} - set("ďภ🦙日"))  # those are left to the bytes
     vocab = {token: n for n, token in enumerate([*words, *(c for c in characters if c != "\n")])}
-    merges = []
-    for left, right in ["th", "he", "▁t", "do", "▁d", "▁▁", "▁a", "nd", "é▁"]:
-        merges.append((left, right))
+    merges = [(pair[0], pair[1]) for pair in ("th", "he", "▁t", "do", "▁d", "▁▁", "▁a", "nd", "é▁")]
+    for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -64,7 +63,8 @@ class ChatTokenizer:
         self.chat_template = chat_template
 
     def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
-        assert not tokenize and add_generation_prompt
+        assert not tokenize
+        assert add_generation_prompt
         if any(turn["role"] not in ("system", "user", "assistant") for turn in conversation):
             raise ValueError("a secret of the template")
         return "".join(f"<{turn['role']}>{turn['content']}<eos>" for turn in conversation) + "<assistant>"
