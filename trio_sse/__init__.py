@@ -10,18 +10,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trio_sse.backends.base import Backend as Backend
-    from trio_sse.backends.base import Prepared as Prepared
+    from trio_sse.backends.base import Backend as Backend, Prepared as Prepared
     from trio_sse.channel import EventChannel as EventChannel
     from trio_sse.config import Config as Config
-    from trio_sse.errors import BadRequest as BadRequest
-    from trio_sse.errors import HttpError as HttpError
-    from trio_sse.errors import UpstreamFailed as UpstreamFailed
-    from trio_sse.events import Finish as Finish
-    from trio_sse.events import GenerationRequest as GenerationRequest
-    from trio_sse.events import Started as Started
-    from trio_sse.events import Token as Token
-    from trio_sse.events import ToolCall as ToolCall
+    from trio_sse.errors import BadRequest as BadRequest, HttpError as HttpError, UpstreamFailed as UpstreamFailed
+    from trio_sse.events import (
+        Finish as Finish,
+        GenerationRequest as GenerationRequest,
+        Started as Started,
+        Token as Token,
+        ToolCall as ToolCall,
+    )
     from trio_sse.server import Server as Server
 
 __version__ = "0.1.0"
@@ -42,7 +41,7 @@ _HOME = {
     "UpstreamFailed": "errors",
 }
 
-__all__ = [  # noqa: F822  (resolved by __getattr__)
+__all__ = [
     "Backend",
     "BadRequest",
     "Config",

@@ -8,10 +8,10 @@ import sys
 def main(arguments: list[str]) -> int:
     """Runs one command; returns the exit status."""
     if arguments[:1] == ["replay"]:
-        from trio_sse.evidence import replay  # noqa: PLC0415
+        from trio_sse.evidence import replay
 
         return replay.command(arguments[1:])
-    from trio_sse import cli  # noqa: PLC0415
+    from trio_sse import cli
 
     return cli.main(arguments)
 

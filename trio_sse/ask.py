@@ -24,7 +24,8 @@ def main(given: argparse.Namespace) -> int:
     count = 0
     begin = time.monotonic()
     try:
-        with httpx.stream("POST", given.url.rstrip("/") + path, json=body, headers=headers, timeout=httpx.Timeout(10, read=None)) as response:
+        patience = httpx.Timeout(10, read=None)
+        with httpx.stream("POST", given.url.rstrip("/") + path, json=body, headers=headers, timeout=patience) as response:
             if response.status_code != 200:
                 return _complain(json.loads(response.read()))
             for event in _events(response):

@@ -54,11 +54,11 @@ def main(arguments: list[str], environment: Mapping[str, str] = os.environ) -> i
     _add_ask(ask)
     given = parser.parse_args(arguments)
     if given.command == "record":
-        from trio_sse.evidence import record as recorder  # noqa: PLC0415  (brings a plotting library)
+        from trio_sse.evidence import record as recorder
 
         return recorder.main(given.case, given.runs, given.out)
     if given.command == "ask":
-        from trio_sse import ask as asking  # noqa: PLC0415  (brings an HTTP client)
+        from trio_sse import ask as asking
 
         return asking.main(given)
     try:
@@ -147,7 +147,7 @@ def _convert(name: str, kind: str, value: Any) -> Any:
 def _transformers(config: Config) -> Backend:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         raise ConfigError("--backend: transformers needs the package's extra 'model'")
-    from trio_sse.backends.transformers import TransformersBackend  # noqa: PLC0415  (brings torch)
+    from trio_sse.backends.transformers import TransformersBackend
 
     return TransformersBackend(
         model=config.model, device=config.device, dtype=config.dtype, threads=config.threads, slots=config.slots
@@ -219,7 +219,7 @@ def _say(line: str) -> None:
 
 def _raise_file_limit() -> None:
     with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource  # noqa: PLC0415  (not on every platform)
+        import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:

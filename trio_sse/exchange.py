@@ -42,24 +42,13 @@ from trio_sse.channel import EventChannel
 from trio_sse.config import Config
 from trio_sse.dialects.base import Parsed
 from trio_sse.errors import ConnectionLost, DeadlineExceeded, HttpError, InternalError, NotReady, PeerStalled, RequestCancelled
-from trio_sse.events import Event, Finish, Started, Token
 from trio_sse.http11 import Headers, Http11Connection
-from trio_sse.sse import MEDIA_TYPE
 from trio_sse.trace import Outcome, Record
+from trio_sse.writer import ResponseWriter
 
 __all__ = ["Exchange"]
 
 log = logging.getLogger("trio_sse")
-
-STREAM_HEADERS: Headers = [
-    (b"Content-Type", MEDIA_TYPE),
-    (b"Cache-Control", b"no-cache, no-transform"),
-    (b"X-Accel-Buffering", b"no"),
-]
-JSON_HEADERS: Headers = [(b"Content-Type", b"application/json")]
-
-WRITE_LIMIT = 64_000  # bytes of frames in one write, unless a single one is longer: with head and chunk framing under 64 KiB
-PROBE_INTERVAL = 1.0  # seconds between probes once the peer has sent end of file
 
 
 class Exchange:
@@ -74,9 +63,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "_admission", "_answer", "_backend", "_carry", "_channel", "_config", "_connection", "_doze", "_drain", "_ended", "_failure",
-        "_finish", "_finished", "_half_closed", "_head_sent", "_headers", "_last_write", "_over", "_probe_now", "_request", "_serving",
-        "_slot", "_stream", "_unaccounted", "_watching", "_work", "record",
+        "_admission", "_answer", "_backend", "_channel", "_config", "_connection", "_drain", "_ended", "_failure", "_finished",
+        "_request", "_serving", "_slot", "_watching", "_work", "_writer", "record",
     )  # fmt: skip
 
     def __init__(
@@ -93,32 +81,22 @@ class Exchange:
         self.record = record
         self._connection = connection
         self._request = parsed.request
-        self._stream = parsed.stream
         self._answer = parsed.answer
         self._backend = backend
         self._admission = admission
         self._config = config
-        self._headers = headers
         self._finished = finished
         self._channel = EventChannel(config.channel_capacity, record)
+        self._writer = ResponseWriter(connection, parsed, self._channel, record, config, headers)
         # One scope per thing that can be told to stop.
         deadline = trio.current_time() + config.request_deadline if config.request_deadline else math.inf
         self._serving = trio.CancelScope(deadline=deadline)  # the writer's
         self._watching = trio.CancelScope()  # the monitor's
         self._work = trio.CancelScope()  # the producer's
         self._drain: trio.CancelScope | None = None  # inside it: the shield around must-drain work
-        self._doze = trio.CancelScope()  # the writer's wait for an event; its end means: write a comment or a probe
         self._ended = trio.Event()  # the work has ended and the slot is free
         self._slot: Slot | None = None
         self._failure: HttpError | None = None
-        self._finish: Finish | None = None
-        self._carry: tuple[Event, bytes | None] | None = None  # did not fit into the last write, or could not be encoded
-        self._over = False  # the channel has ended
-        self._head_sent = False
-        self._half_closed = False
-        self._probe_now = False
-        self._last_write = trio.current_time()
-        self._unaccounted = (0, 0, 0, 0)  # what the write under way carries: bytes, events, tokens, begin in ns
 
     # ---- The whole story ----
 
@@ -166,8 +144,7 @@ class Exchange:
                     pass
                 # End of file: the peer will send nothing more. Whether it still reads, only a probe can tell.
                 self.record.mark("eof")
-                self._half_closed = self._probe_now = True
-                self._doze.cancel(reason="end of file: probe")
+                self._writer.peer_ended()
                 await self._connection.transport.wait_gone()
                 self.stop(Outcome.CLIENT_DISCONNECTED, "reset_after_eof")
             except ConnectionLost as lost:
@@ -236,14 +213,7 @@ class Exchange:
     async def _write(self) -> None:
         """Until the channel has ended and everything is sent, or somebody is gone."""
         try:
-            while not self._over:
-                with trio.CancelScope(deadline=self._comment_due()) as self._doze:
-                    await self._send_events()
-                if self._connection.transport.backlog:
-                    # Outside the doze: a write that has begun is never cut off by a heartbeat that falls due.
-                    await self._flush()
-                elif not self._over and trio.current_time() >= self._comment_due():
-                    await self._send(self._comment())
+            await self._writer.events()
             await self._send_end()
         except ConnectionLost as lost:
             self.stop(Outcome.CLIENT_DISCONNECTED, lost.witness)
@@ -253,162 +223,17 @@ class Exchange:
             self._fail(error)
             self.stop(Outcome.BACKEND_ERROR, "encoder")
 
-    async def _send_events(self) -> None:
-        """The hot path: one event and whatever else is waiting become one write. Returns when the kernel refuses, or at the end."""
-        channel, transport = self._channel, self._connection.transport
-        while not self._over:
-            try:
-                event = await channel.receive() if self._carry is None else None
-            except trio.EndOfChannel:
-                self._over = True
-                return
-            data = self._batch(event)
-            if data:
-                transport.write(data)
-                if transport.backlog:
-                    return
-                self._sent()
-
-    def _batch(self, event: Event | None) -> bytes:
-        """The frames of ``event`` and of all that is queued behind it, up to one write's size, in one chunk."""
-        head = b""
-        parts: list[bytes] = []
-        size = events = tokens = 0
-        frame: bytes | None = None
-        if self._carry is not None:
-            event, frame = self._carry
-            self._carry = None
-        while event is not None:
-            if frame is None:
-                try:
-                    frame = self._frame(event)
-                except Exception:
-                    if not parts:
-                        raise
-                    self._carry = (event, None)  # what was encoded before it still goes out; then this comes up again
-                    break
-            if type(event) is Started:
-                head = self._stream_head()
-            if size and size + len(frame) > WRITE_LIMIT:
-                self._carry = (event, frame)
-                break
-            parts.append(frame)
-            size += len(frame)
-            if type(event) is Token:
-                events += 1
-                tokens += event.count
-            elif type(event) is not Started and type(event) is not Finish:
-                events += 1
-            try:
-                event = self._channel.receive_nowait()
-            except trio.WouldBlock:
-                break
-            except trio.EndOfChannel:
-                self._over = True
-                break
-            frame = None
-        data = head + self._connection.data(b"".join(parts)) if self._stream else b""
-        self._unaccounted = (len(data), events, tokens, self.record.now())
-        if self.record.marks is not None and data:
-            self.record.mark("frames", events, len(data))
-        return data
-
-    def _frame(self, event: Event) -> bytes:
-        if type(event) is Finish:
-            self._finish = event  # kept until the work has ended: rule 4
-            return b""
-        if not self._stream:
-            self._answer.collect(event)
-            return b""
-        frame = self._answer.frames(event)
-        if len(frame) > self._config.max_event:
-            raise ValueError(f"a frame of {len(frame)} bytes is longer than --max-event")
-        return frame
-
-    def _stream_head(self) -> bytes:
-        if not self._stream:
-            return b""
-        self._head_sent = True
-        self.record.status = 200
-        self.record.mark("head", 200)
-        return self._connection.head(200, [*self._headers, *STREAM_HEADERS])
-
     async def _send_end(self) -> None:
-        """The channel has ended: the last frames, the document, or nothing (the goodbye then tells why)."""
-        if self._failure is None and self._finish is None:
+        """The channel has ended: the last frames if all is well; else the verdict, and the goodbye tells why."""
+        finish = self._writer.finish
+        if self._failure is None and finish is None:
             self._fail(RuntimeError("the backend returned without Finish"))
         if self._failure is not None:
-            known = self._failure.status < 500 or self._failure.status == 503
-            self.stop(Outcome.REJECTED if known and not self._head_sent else Outcome.BACKEND_ERROR, self._failure.code)
-            return
-        assert self._finish is not None
-        if self._stream:
-            await self._send(self._connection.data(self._answer.frames(self._finish)) + self._connection.end())
-        else:
-            self._answer.collect(self._finish)
-            await self._respond(200, JSON_HEADERS, self._answer.document())
-            self.record.events_sent = self.record.events_produced
-            self.record.tokens_sent = self.record.tokens_generated
-        self.record.terminal_events += 1
-        self.stop(Outcome.COMPLETED, "last_frame")
-
-    # Comments and probes
-
-    def _comment_due(self) -> float:
-        """When the peer must hear something if nothing else is sent. A half-closed peer is probed: any byte is a probe."""
-        if self._probe_now:
-            return -math.inf
-        due = math.inf
-        if self._head_sent and self._config.heartbeat:
-            due = self._last_write + self._config.heartbeat
-        if self._half_closed:
-            due = min(due, self._last_write + PROBE_INTERVAL)
-        return due
-
-    def _comment(self) -> bytes:
-        data = self._connection.data(self._answer.heartbeat) if self._head_sent else self._connection.probe()
-        self._unaccounted = (len(data), 0, 0, self.record.now())
-        self._last_write = trio.current_time()  # also when the probes are used up
-        if self._half_closed:
-            self.record.mark("probe", len(data))
-        else:
-            self.record.mark("heartbeat")
-        self._probe_now = False
-        return data
-
-    # Sending
-
-    async def _send(self, data: bytes) -> None:
-        if data:
-            self._connection.transport.write(data)
-            await self._flush()
-
-    async def _flush(self) -> None:
-        if self._connection.transport.backlog:
-            await self._connection.transport.flush(self._config.write_timeout)
-        self._sent()
-
-    def _sent(self) -> None:
-        """The kernel has taken it all: the account of the write."""
-        size, events, tokens, begin = self._unaccounted
-        self._unaccounted = (0, 0, 0, begin)
-        self._last_write = trio.current_time()
-        record = self.record
-        record.bytes_sent += size
-        record.events_sent += events
-        record.tokens_sent += tokens
-        wait = record.now() - begin
-        record.write_stall_ns += wait
-        if size > record.largest_write:
-            record.largest_write = size
-        if record.marks is not None:
-            record.mark("write", size, wait, *self._connection.transport.unsent())
-
-    async def _respond(self, status: int, headers: Headers, body: bytes) -> None:
-        self.record.status = status
-        self.record.mark("head", status)
-        await self._connection.respond(status, [*self._headers, *headers], body)
-        self.record.bytes_sent += len(body)
+            refused = (self._failure.status < 500 or self._failure.status == 503) and not self._writer.head_sent
+            self.stop(Outcome.REJECTED if refused else Outcome.BACKEND_ERROR, self._failure.code)
+        elif finish is not None:
+            await self._writer.last_frames(finish)
+            self.stop(Outcome.COMPLETED, "last_frame")
 
     # ---- The end ----
 
@@ -425,23 +250,14 @@ class Exchange:
         if outcome is Outcome.COMPLETED:
             return
         error = self._error(outcome)
-        if error is None or not self._connection.can_go_on(self._head_sent):
-            self._connection.abort()
-            return
-        self.record.code = error.code
-        with trio.move_on_after(self._config.write_timeout) as patience:
+        with trio.move_on_after(self._config.write_timeout):
             try:
-                if self._head_sent:
-                    self.record.terminal_events += 1
-                    self._connection.end_after_this()
-                    data = self._connection.data(self._answer.error(error)) + self._connection.end()
-                    await self._connection.send(data)
-                else:
-                    await self._respond(error.status, [*error.headers, *JSON_HEADERS], error.body())
+                if error is not None and self._writer.can_go_on:
+                    await self._writer.last_words(error)
+                    return
             except (ConnectionLost, PeerStalled):
-                self._connection.abort()
-        if patience.cancelled_caught:
-            self._connection.abort()
+                pass
+        self._connection.abort()
 
     def _error(self, outcome: Outcome | None) -> HttpError | None:
         """What the peer is told; None if it is not there."""

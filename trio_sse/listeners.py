@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import stat
+from pathlib import Path
 
 from trio_sse.config import Config
 from trio_sse.errors import ConfigError
@@ -87,11 +88,11 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[str | int, ...]
 def _unix(path: str) -> socket.socket:
     """Mode 0660. A socket file that nobody serves is replaced; anything else at the path is left alone and refused."""
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
+        if not stat.S_ISSOCK(Path(path).stat().st_mode):
             raise OSError(errno.EEXIST, "is not a socket", path)
         if _is_served(path):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
-        os.unlink(path)
+        Path(path).unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o117)
     try:

@@ -117,15 +117,13 @@ class Metrics(Collector):
         yield _gauge("slots_lost", "Slots held by work past its grace.", sum(each.lost for each in self._admissions))
         yield _gauge("paused_sequences", "Sequences that wait for their reader.", getattr(self._backend, "paused_sequences", 0))
         yield _gauge("kv_cache_bytes", "KV cache in use.", getattr(self._backend, "kv_cache_bytes", 0))
-        for name, help in (
-            ("prompt", "Prompt tokens of accepted requests."),
-            ("generation", "Tokens generated."),
+        for name, text, key in (
+            ("prompt_tokens", "Prompt tokens of accepted requests.", "prompt"),
+            ("generation_tokens", "Tokens generated.", "generation"),
+            ("tokens_sent", "Tokens taken by the kernel.", "sent"),
+            ("tokens_after_disconnect", "Tokens generated after a disconnect.", "after_disconnect"),
         ):
-            yield CounterMetricFamily(f"trio_sse_{name}_tokens", help, value=self._tokens[name])
-        yield CounterMetricFamily("trio_sse_tokens_sent", "Tokens taken by the kernel.", value=self._tokens["sent"])
-        yield CounterMetricFamily(
-            "trio_sse_tokens_after_disconnect", "Tokens generated after a disconnect.", value=self._tokens["after_disconnect"]
-        )
+            yield CounterMetricFamily(f"trio_sse_{name}", text, value=self._tokens[key])
         yield self._first_token.family("trio_sse_time_to_first_token_seconds", "From the request to its first token.")
         yield self._gaps.family("trio_sse_inter_token_latency_seconds", "Between two tokens of one request.")
         yield self._whole.family("trio_sse_e2e_request_latency_seconds", "From the request to the end of its work.")

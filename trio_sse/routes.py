@@ -37,13 +37,14 @@ from trio_sse.errors import (
     PeerStalled,
     UnsupportedMedia,
 )
-from trio_sse.exchange import JSON_HEADERS, STREAM_HEADERS, Exchange
+from trio_sse.exchange import Exchange
 from trio_sse.http11 import Headers, Http11Connection, Request
 from trio_sse.metrics import CONTENT_TYPE, Metrics
 from trio_sse.script import Script
 from trio_sse.sse import json_text
 from trio_sse.trace import Outcome, Record
 from trio_sse.tracestore import TraceStore
+from trio_sse.writer import JSON_HEADERS, STREAM_HEADERS
 
 __all__ = ["Call", "Routes"]
 
@@ -193,11 +194,11 @@ class Routes:
 
     def finished(self, record: Record) -> None:
         """Where every closed record goes."""
-        self.live.pop(record.request_id, None)
+        exchange = self.live.pop(record.request_id, None)
         self._metrics.finished(record)
         logs.log_request(record)
-        if self._lab and record.t_started is not None:
-            self._traces.add(record)
+        if self._lab and exchange is not None:
+            self._traces.add(record)  # also one that was refused a slot, or left while it waited for one
 
     def _find(self, request: Request, record: Record) -> _Route:
         route = self._routes.get(request.path)
@@ -312,7 +313,8 @@ class Routes:
         elif call.request.method == "HEAD":
             await self._document(call, b"", headers=STREAM_HEADERS)
         else:
-            await call.connection.read_body(self.config.max_body)
+            body = await call.connection.read_body(self.config.max_body)
+            call.record.mark("request", len(body))
             await self._exchange(call, native.parse_events(script), self._script_backend, self.events_admission)
 
     def _check_drain(self, script: Script) -> None:

@@ -29,6 +29,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import trio
 
@@ -69,7 +70,7 @@ class Server:
         script_backend: Backend,
         *,
         announce: Callable[[str], None] = log.info,
-        abandon: Callable[[int], None] = os._exit,  # noqa: SLF001  (that is its public name)
+        abandon: Callable[[int], None] = os._exit,
     ) -> None:
         self.config = config
         self.routes = Routes(config, backend, script_backend)
@@ -187,7 +188,7 @@ class Server:
             trio.lowlevel.notify_closing(listener)
             listener.close()
             if self.config.uds is not None and name == self.config.uds:
-                os.unlink(self.config.uds)
+                Path(self.config.uds).unlink(missing_ok=True)
 
     # ---- Connections ----
 
@@ -205,14 +206,17 @@ class Server:
                             log.warning("cannot accept: %s", os.strerror(error.errno))
                             await trio.sleep(0.1)  # nothing to do but wait for somebody to leave
                         break
-                    nursery.start_soon(self._connection, sock)
+                    nursery.start_soon(self.serve, SocketTransport(sock, write_timeout=self.config.write_timeout))
 
-    async def _connection(self, sock: socket.socket) -> None:
+    async def serve(self, transport: Transport) -> None:
         """One connection from accept to close.
 
+        Resource handling: owns ``transport``.
+
         Error handling: nothing but Cancelled leaves it.
+
+        Cancellation: closes the connection; see :meth:`Exchange.run` for what becomes of a request.
         """
-        transport: Transport = SocketTransport(sock, write_timeout=self.config.write_timeout)
         if not self._make_room():
             await self._refuse(transport)
             return

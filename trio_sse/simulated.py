@@ -86,17 +86,21 @@ class SimulatedPeer:
         self._transport.wake()
         return data
 
+    async def wait_news(self) -> None:
+        """Waits until something more has come, or the server has closed."""
+        await self._news.park()
+
     async def wait_received(self, mark: bytes) -> None:
         """Waits until ``mark`` stands in ``received``; raises EOFError if the server closes before."""
         while mark not in self.received:
             if self.ended or self.aborted:
                 raise EOFError(f"closed before {mark!r}: {bytes(self.received)!r}")
-            await self._news.park()
+            await self.wait_news()
 
     async def wait_closed(self) -> None:
         """Waits until the server has closed or reset the connection."""
         while not (self.ended or self.aborted):
-            await self._news.park()
+            await self.wait_news()
 
     # the transport's half
 

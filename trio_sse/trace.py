@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 
 __all__ = ["GAP_BUCKETS", "LANES", "MARKS", "MAX_MARKS", "SCHEMA", "Mark", "Outcome", "Record"]
 
@@ -28,7 +28,7 @@ MAX_MARKS = 20_000
 Mark = tuple[str | int | None, ...]
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """How an exchange ended. Exactly one per exchange."""
 
     COMPLETED = "completed"
@@ -40,9 +40,6 @@ class Outcome(str, Enum):
     SHUTDOWN = "shutdown"
     REJECTED = "rejected"
     DRAIN_TIMED_OUT = "drain_timed_out"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 # kind → (lane, names of the values). The lane is where a timeline draws it.

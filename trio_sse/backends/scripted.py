@@ -90,7 +90,7 @@ class ScriptedBackend(Backend):
             raise UpstreamFailed("The scripted upstream failed, as it was told to.")
 
 
-async def _send_soon(event: Event, events: EventChannel) -> None:  # noqa: RUF029  (a checkpoint only when it must)
+async def _send_soon(event: Event, events: EventChannel) -> None:
     try:
         events.send_nowait(event)
     except trio.WouldBlock:

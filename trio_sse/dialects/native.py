@@ -29,7 +29,7 @@ class _GenerateBody(msgspec.Struct):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=256)] = 24
 
 
-def parse_generate(body: bytes, context: AnswerContext) -> Parsed:
+def parse_generate(body: bytes, _context: AnswerContext) -> Parsed:
     """``{"prompt": str, "max_new_tokens": int = 24}``: plain completion, greedy, always a stream."""
     fields = decode(body, _GenerateBody)
     if not fields.prompt.strip():

@@ -29,7 +29,7 @@ from trio_sse.trace import MARKS
 
 __all__ = ["RecordingFailed", "main", "seal"]
 
-ENDED = 60.0  # seconds within which the server must have closed the trace of an exchange whose client is done
+ENDED = 30.0  # seconds within which the server must have closed the trace of an exchange whose client is done
 SETTLE = 0.2  # seconds between two runs, so that no run meets the end of the one before
 
 
@@ -174,7 +174,7 @@ def _trace(server: Server, request_id: str) -> dict[str, object]:
         if status == 200:
             record: dict[str, object] = json.loads(body)
             return record
-        time.sleep(0.02)
+        time.sleep(0.1)
     raise RecordingFailed(f"no trace of {request_id} within {ENDED} s")
 
 

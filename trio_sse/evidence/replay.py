@@ -12,6 +12,7 @@ Sources that have changed since are named and are no failure: a recording tells 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import zlib
@@ -23,7 +24,7 @@ from trio_sse.evidence import manifest, matrix, report
 from trio_sse.evidence.figures import summarise
 from trio_sse.evidence.traces import Exchange, load
 
-__all__ = ["check", "main", "recordings"]
+__all__ = ["check", "command", "main", "recordings"]
 
 T = TypeVar("T")
 
@@ -205,3 +206,13 @@ def _changed_sources(recording: Path) -> list[str]:
         return sorted(path for path in set(then) | set(now) if then.get(path) != now.get(path))
     except _DAMAGE:
         return []  # reported as a damaged file already
+
+
+def command(arguments: list[str]) -> int:
+    """``python -m trio_sse replay [DIR]``; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trio_sse replay",
+        description="Checks every hash of a recording, recomputes every figure from its raw traces and compares. Needs nothing but Python.",
+    )
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="a recording or a folder of recordings (default: evidence)")
+    return main(parser.parse_args(arguments).directory)

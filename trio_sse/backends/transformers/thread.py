@@ -47,6 +47,7 @@ class ModelThread:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._waiting: set[trio.lowlevel.Task] = set()
         self._token: trio.lowlevel.TrioToken | None = None
+        self._death: ModelThreadDied | None = None
         self.stopping = False  # a long job may look at it, from the thread, and give up
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -58,13 +59,15 @@ class ModelThread:
         """
         self._token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch)
+            nursery.start_soon(self._watch, nursery.cancel_scope)
             task_status.started()
             try:
                 await trio.sleep_forever()
             finally:
                 self.stopping = True
                 self._jobs.put(None)
+        if self._death is not None:  # raised here, because out of the nursery it would come as a group
+            raise self._death
 
     async def call(self, fn: Callable[..., T], *args: Any) -> T:
         """Runs ``fn(*args)`` in the model thread.
@@ -81,18 +84,19 @@ class ModelThread:
         result: T = await trio.lowlevel.wait_task_rescheduled(_cannot_be_cancelled)
         return result
 
-    async def _watch(self) -> None:
-        died: BaseException | None = None
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        cause: Exception | None = None
         try:
             await trio.to_thread.run_sync(self._work, limiter=trio.CapacityLimiter(1), thread_name="trio_sse model")
-        except Exception as error:  # noqa: BLE001  (raised again below, as what it means)
-            died = error
-        asked = self.stopping
-        self.stopping = True
+        except Exception as error:  # noqa: BLE001  (it becomes the cause)
+            cause = error
+        if cause is not None or not self.stopping:
+            self._death = ModelThreadDied("the model thread has died")
+            self._death.__cause__ = cause
+            self.stopping = True
+            scope.cancel(reason="the model thread has died")
         for task in list(self._waiting):
             self._deliver(task, outcome.Error(ModelThreadDied("the model thread has died")))
-        if died is not None or not asked:
-            raise ModelThreadDied("the model thread has died") from died
 
     def _work(self) -> None:
         """The thread's own loop."""
