@@ -420,7 +420,7 @@ async def test_cancelled_in_a_step_that_does_not_end(
         await trio.sleep(1)
         job.cancel()
         await trio.sleep(91)
-        assert job.ended_at is None
+        assert engine.sequences == 1
         assert engine.step_age() == 91.5
         assert len(caplog.records) == 3
     assert job.ended_at == 102.0

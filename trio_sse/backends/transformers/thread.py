@@ -48,6 +48,7 @@ class ModelThread:
         self._waiting: set[trio.lowlevel.Task] = set()
         self._token: trio.lowlevel.TrioToken | None = None
         self._death: ModelThreadDied | None = None
+        self._dead = trio.Event()  # of itself
         self.stopping = False  # a long job may look at it, from the thread, and give up
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -59,10 +60,10 @@ class ModelThread:
         """
         self._token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, nursery.cancel_scope)
+            nursery.start_soon(self._watch)
             task_status.started()
             try:
-                await trio.sleep_forever()
+                await self._dead.wait()
             finally:
                 self.stopping = True
                 self._jobs.put(None)
@@ -84,7 +85,7 @@ class ModelThread:
         result: T = await trio.lowlevel.wait_task_rescheduled(_cannot_be_cancelled)
         return result
 
-    async def _watch(self, scope: trio.CancelScope) -> None:
+    async def _watch(self) -> None:
         cause: Exception | None = None
         try:
             await trio.to_thread.run_sync(self._work, limiter=trio.CapacityLimiter(1), thread_name="trio_sse model")
@@ -94,7 +95,7 @@ class ModelThread:
             self._death = ModelThreadDied("the model thread has died")
             self._death.__cause__ = cause
             self.stopping = True
-            scope.cancel(reason="the model thread has died")
+            self._dead.set()
         for task in list(self._waiting):
             self._deliver(task, outcome.Error(ModelThreadDied("the model thread has died")))
 
