@@ -12,7 +12,9 @@ Rules:
 2. :meth:`discard` is synchronous and final. What is queued is thrown away, a blocked sender is let go, and whatever is sent from
    then on is counted and thrown away. A must-drain backend therefore never meets a closed channel: it runs out at its own pace,
    into nothing.
-3. The accounting is done before the first checkpoint of a send, so that a send that is cancelled has still been offered.
+3. While the channel is open, a send is accounted for before its first checkpoint: one that is cancelled has still been offered.
+4. While discarding, only :meth:`send` takes events: whoever never waits would never meet the checkpoint at which a cancellation
+   arrives, and go on producing for nobody.
 """
 
 from __future__ import annotations
@@ -49,26 +51,30 @@ class EventChannel:
 
         Cancellation: a cancelled send has not queued its event.
         """
-        self._offer(event)
         if self._discarding:
+            await trio.lowlevel.checkpoint()  # cancelled work ends here, and has not produced this one
+            self._offer(event)
             self._throw_away(event)
-            await trio.lowlevel.checkpoint()
-            return
-        await self._enqueue(event)
+        else:
+            self._offer(event)
+            await self._enqueue(event)
 
     def send_nowait(self, event: Event) -> None:
         """Hands over ``event`` without waiting.
 
         Raises:
-          trio.WouldBlock: the channel is full; nothing has happened. Follow up with :meth:`send`.
+          trio.WouldBlock: the channel is full, or nobody reads it any more; nothing has happened. Follow up with :meth:`send`.
         """
         if self._discarding:
-            self._offer(event)
-            self._throw_away(event)
-            return
+            raise trio.WouldBlock  # rule 4
         self._send.send_nowait(event)
         self._offer(event)
         self._account(0)
+
+    def late(self, tokens: int) -> None:
+        """Accounts for tokens that a step already under way made after the verdict, and that are not worth sending."""
+        self._record.produced(tokens)
+        self._throw_away(Token("", tokens))
 
     def mark(self, kind: str, *values: str | int | None) -> None:
         """Adds a mark of the backend's own to the trace (a step's begin and end, the cache's release)."""

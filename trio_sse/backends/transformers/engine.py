@@ -135,11 +135,7 @@ class Engine:
             if not seq.done.is_set():
                 log.warning("a cancelled sequence still waits for its model step to end (%.0f s)", self.step_age())
         if seq.late:
-            # Work for nobody is counted too. If the channel is full there is no account to keep: nothing was taken since.
-            try:
-                seq.events.send_nowait(Token("", seq.late))
-            except trio.WouldBlock:
-                pass
+            seq.events.late(seq.late)
 
     # The engine's side
 
