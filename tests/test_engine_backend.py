@@ -228,6 +228,35 @@ async def test_a_small_pool_is_the_context() -> None:
         assert sum(event.count for event in events if isinstance(event, Token)) == 10
 
 
+async def test_a_long_prompt_can_be_left() -> None:
+    """And it holds up nobody: a megabyte that fits (so that all of it is looked at) is tokenised in pieces off the loop."""
+    loaded = Loaded(steps=FakeModel(pool=10**7, context=10**6))
+    beats = 0
+    with trio.fail_after(20):
+        async with running(Loader(loaded)) as backend, trio.open_nursery() as nursery:
+
+            async def beat() -> None:
+                nonlocal beats
+                while True:
+                    await trio.sleep(0.002)
+                    beats += 1
+
+            nursery.start_soon(beat)
+            with trio.move_on_after(0.1) as scope:
+                await backend.prepare(GenerationRequest(prompt="the dog " * 120_000))
+            assert scope.cancelled_caught
+            assert beats > 10
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_long_prompt_that_fits_is_tokenised_in_one_go() -> None:
+    words = "the quick brown fox " * 3000
+    async with running(Loader(Loaded(steps=FakeModel(pool=10**6, context=10**5)))) as backend:
+        prepared = await backend.prepare(GenerationRequest(prompt=words, max_tokens=1))
+    assert isinstance(prepared, PreparedText)
+    assert prepared.ids == byte_level().encode(words).ids
+
+
 @pytest.mark.parametrize("template", ["x", None])
 async def test_template_that_refuses(template: str | None) -> None:
     """A11: what the template says itself stays in the log."""

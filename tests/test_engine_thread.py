@@ -81,12 +81,14 @@ async def test_shutdown_waits_for_what_runs_and_ends_the_thread() -> None:
         time.sleep(0.02)
         log.append(name)
 
-    async with trio.open_nursery() as callers:
-        async with running() as thread:
-            callers.start_soon(thread.call, job, "first")
-            callers.start_soon(thread.call, job, "second")
-            await trio.testing.wait_all_tasks_blocked()
-        assert sorted(log) == ["first", "second"]
+    thread = ModelThread()
+    async with trio.open_nursery() as callers, trio.open_nursery() as life:
+        await life.start(thread.run)
+        callers.start_soon(thread.call, job, "first")
+        callers.start_soon(thread.call, job, "second")
+        await trio.testing.wait_all_tasks_blocked()
+        life.cancel_scope.cancel()
+    assert sorted(log) == ["first", "second"]
     with pytest.raises(ModelThreadDied):
         await thread.call(job, "late")
     # trio keeps its worker threads for a while, but none of ours is in one.
@@ -129,6 +131,7 @@ def test_the_run_may_end_while_a_job_runs() -> None:
     thread = ModelThread()
 
     async def main() -> None:
+        await trio.lowlevel.checkpoint()
         thread._token = trio.lowlevel.current_trio_token()
 
     trio.run(main)

@@ -17,7 +17,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import trio
 from tokenizers import Tokenizer
@@ -34,7 +34,10 @@ from trio_sse.events import GenerationRequest, Message
 
 __all__ = ["ChatTokenizer", "LoadedModel", "TransformersBackend"]
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+_PIECE = 32 * 1024  # characters of a long prompt that are tokenised before anybody can leave
 
 
 class ChatTokenizer(Protocol):
@@ -93,6 +96,14 @@ def _load_model(model: str, **kwargs: Any) -> LoadedModel:
 
     loaded: LoadedModel = load_model(model, **kwargs)
     return loaded
+
+
+def _field(request: GenerationRequest) -> str:
+    return "prompt" if request.messages is None else "messages"
+
+
+def _too_long(limit: str, request: GenerationRequest) -> BadRequest:
+    return BadRequest(f"The prompt is too long: {limit}.", param=_field(request), code="context_length_exceeded")
 
 
 class TransformersBackend(Backend):
@@ -171,21 +182,33 @@ class TransformersBackend(Backend):
     async def prepare(self, request: GenerationRequest) -> Prepared:
         """Makes ids of the prompt, and checks that prompt and answer fit.
 
-        Cancellation: at once while it waits for its turn; tokenising itself is short (a megabyte takes about a second) and is
-        waited for.
+        Cancellation: while it waits for its turn, and after every piece of a long prompt (some 40 ms each). What is certainly too
+        long is refused after the pieces that show it; the rest is short enough to be tokenised in one go.
         """
         if self._engine is None:
             raise NotReady("The model is being loaded.")
-        ids = await trio.to_thread.run_sync(self._ids, request, limiter=self._tokenising)
-        return self._fitted(request, ids)
-
-    def _ids(self, request: GenerationRequest) -> list[int]:
-        """Runs in a worker thread."""
+        assert self.context is not None
+        text = request.prompt
         if request.messages is not None:
-            return list(self._tokenizer.encode(self._templated(request.messages), add_special_tokens=False).ids)
-        if request.prompt is not None:
-            return list(self._tokenizer.encode(request.prompt, add_special_tokens=True).ids)
-        raise BadRequest("This model needs a prompt.", param="prompt")
+            text = await self._off_the_loop(self._templated, request.messages)
+        if text is None:
+            raise BadRequest("This model needs a prompt.", param="prompt")
+        special = request.messages is None  # a chat template has written them itself
+        if len(text) > _PIECE:
+            tokens = 0
+            for begin in range(0, len(text), _PIECE):
+                tokens += len(await self._off_the_loop(self._encode, text[begin : begin + _PIECE], False))
+                # Cutting the text changes the count by a few tokens at each cut, so this is no close call.
+                if tokens > 1.25 * self.context + 100:
+                    raise _too_long(f"the model's context is {self.context} tokens", request)
+        return self._fitted(request, await self._off_the_loop(self._encode, text, special))
+
+    async def _off_the_loop(self, fn: Callable[..., T], *args: Any) -> T:
+        return await trio.to_thread.run_sync(fn, *args, limiter=self._tokenising)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        # Of the ways to encode one text, those for a batch give up the GIL, and this one makes no offsets.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def _templated(self, messages: tuple[Message, ...]) -> str:
         if not self._chat.chat_template:
@@ -200,13 +223,12 @@ class TransformersBackend(Backend):
 
     def _fitted(self, request: GenerationRequest, ids: list[int]) -> PreparedText:
         assert self.context is not None
-        field = "prompt" if request.messages is None else "messages"
         if not ids:
-            raise BadRequest("The prompt has no tokens.", param=field)
+            raise BadRequest("The prompt has no tokens.", param=_field(request))
         room = self.context - len(ids)
         limit = f"the model's context is {self.context} tokens, and the prompt has {len(ids)}"
         if room < 1:
-            raise BadRequest(f"The prompt is too long: {limit}.", param=field, code="context_length_exceeded")
+            raise _too_long(limit, request)
         if request.max_tokens is not None and request.max_tokens > room:
             message = f"max_tokens is {request.max_tokens}, but {limit}."
             raise BadRequest(message, param="max_tokens", code="context_length_exceeded")
