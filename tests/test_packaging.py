@@ -67,7 +67,7 @@ def test_what_is_installed_is_what_is_locked(lock: dict[str, str]) -> None:
 
 def test_a_core_install_has_no_heavy_dependencies(project: dict[str, object]) -> None:
     core = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}  # type: ignore[attr-defined]
-    assert core == {"trio", "h11", "msgspec", "prometheus-client", "httpx"}
+    assert core == {"trio", "h11", "msgspec", "prometheus-client", "httpx2"}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 
 from trio_sse.sse import Parser, ServerSentEvent
 
@@ -24,8 +24,8 @@ def main(given: argparse.Namespace) -> int:
     count = 0
     begin = time.monotonic()
     try:
-        patience = httpx.Timeout(10, read=None)
-        with httpx.stream("POST", given.url.rstrip("/") + path, json=body, headers=headers, timeout=patience) as response:
+        patience = httpx2.Timeout(10, read=None)
+        with httpx2.stream("POST", given.url.rstrip("/") + path, json=body, headers=headers, timeout=patience) as response:
             if response.status_code != 200:
                 return _complain(json.loads(response.read()))
             for event in _events(response):
@@ -43,7 +43,7 @@ def main(given: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _end("cancelled", count, begin)
         return _INTERRUPTED
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         print(f"trio_sse: no answer from {given.url}: {error}", file=sys.stderr)
         return 1
 
@@ -58,7 +58,7 @@ def _request(given: argparse.Namespace) -> tuple[str, dict[str, object]]:
     return "/generate", {"prompt": given.prompt, "max_new_tokens": given.max_tokens}
 
 
-def _events(response: httpx.Response) -> Iterator[ServerSentEvent]:
+def _events(response: httpx2.Response) -> Iterator[ServerSentEvent]:
     parser = Parser()
     for chunk in response.iter_raw():
         yield from parser.feed(chunk)
