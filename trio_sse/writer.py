@@ -173,6 +173,8 @@ class ResponseWriter:
         if not self._stream:
             return b""
         self.head_sent = True
+        # The doze began when there was nothing yet to keep alive.
+        self._doze.deadline = min(self._doze.deadline, self._comment_due())
         self._record.status = 200
         self._record.mark("head", 200)
         return self._connection.head(200, [*self._headers, *STREAM_HEADERS])
