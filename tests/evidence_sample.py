@@ -89,7 +89,7 @@ def whole_marks() -> list[dict[str, Any]]:
     marks += [mark("server", 16, "slot_released"), mark("server", 17, "verdict", outcome="completed", witness="last_frame")]
     marks += [mark("client", 0, "sent", bytes=80), mark("client", 4, "head", status=200)]
     marks += [mark("client", 5 * seq + 1, "event", name="token", id=seq) for seq in (1, 2, 3)]
-    return [*marks, mark("client", 18, "event", name="done", id=4), mark("client", 18, "end")]
+    return [*marks, mark("client", 18, "event", name="done", id=3), mark("client", 18, "end")]
 
 
 def lines(run: int, marks: list[dict[str, Any]], outcome: str) -> list[str]:

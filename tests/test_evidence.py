@@ -92,8 +92,8 @@ def test_figures_of_an_abort() -> None:
         "outcome": "client_disconnected", "status": 200, "produced": 4, "received": 2, "content_events": 2, "last_event": "token",
         "seq_gaps": 0, "channel_peak": 2, "enqueue_wait_ms": 2.0, "completed_after_verdict": 0, "produced_after_leaving": 1,
         "discarded": 2, "unaccounted": 0, "duration_ms": 29.6, "first_event_ms": 15.5, "ahead_events": 3,
-        # Two events of 50 bytes were being written when the third entered the channel; it counts as the last one framed.
-        "user_backlog_events": 3, "user_backlog_bytes": 150, "backlog_beyond_write_events": 2, "largest_write_bytes": 200,
+        # Two events of 50 bytes were being written when the third entered the channel; it counts as long as the last one framed.
+        "user_backlog_events": 3, "user_backlog_bytes": 150, "backlog_beyond_write_events": 1, "largest_write_bytes": 200,
         "write_wait_ms": 4.0, "kernel_unsent_bytes": 30, "kernel_unacked_bytes": 200, "bytes_taken": 300,
         "leaving_to_eof_ms": 0.5, "leaving_to_verdict_ms": 1.0, "verdict_to_cancel_ms": 1.0, "verdict_to_cache_ms": 2.0,
         "verdict_to_slot_ms": 3.0, "leaving_to_slot_ms": 4.0, "slot_after_last_event_ms": 3.3, "slot_taken": 1, "slot_released": 1,
@@ -246,7 +246,7 @@ def peer(serve: Serve) -> Iterator[tuple[str, int]]:
                         pass
                     connection.recv(65536)
                     serve(connection)
-            except BaseException as error:  # noqa: BLE001  (raised in the test's own thread below)
+            except Exception as error:  # noqa: BLE001  (raised in the test's own thread below)
                 failed.append(error)
 
         thread = threading.Thread(target=accept)
@@ -348,3 +348,11 @@ def test_a_client_that_meets_a_server_cut_off_says_so() -> None:
         client = Client(address, "GET /events", "", "test-1", Behaviour())
         client.run()
     assert client.error is not None
+
+
+def test_a_wait_that_the_verdict_cut_short_counts_up_to_it() -> None:
+    stalled = [entry for entry in abort_marks() if entry["mark"] != "write" and not (entry["mark"] == "enqueued" and entry["seq"] == 3)]
+    [exchange] = load(lines(1, stalled, "client_stalled"))
+    figures = figures_of(exchange)
+    assert figures["write_wait_ms"] == 20.0  # framed at 11, verdict at 31
+    assert figures["enqueue_wait_ms"] == 0.3  # the last event was produced at 30.7

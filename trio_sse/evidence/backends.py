@@ -40,5 +40,5 @@ def two_steps() -> Repeating:
 
 
 def burst() -> Repeating:
-    """4,000 small tokens as fast as they are taken: what a server's own cost per event is measured with."""
-    return Repeating(4000, " token")
+    """3,000 small tokens as fast as they are taken: what a server's own cost per event is measured with."""
+    return Repeating(3000, " token")

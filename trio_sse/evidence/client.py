@@ -89,7 +89,7 @@ class Client:
         try:
             with self._connect() as sock:
                 self._converse(sock)
-        except BaseException as error:  # noqa: BLE001  (the recorder looks at it after the join)
+        except Exception as error:  # noqa: BLE001  (the recorder looks at it after the join)
             self.error = error
         finally:
             self.begun.set()

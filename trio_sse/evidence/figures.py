@@ -20,6 +20,7 @@ __all__ = ["FIGURES", "figures_of", "summarise", "verdicts"]
 
 Value = int | float | str | None
 
+_TERMINAL = ("done", "error")
 
 # name → what it is. The order is the report's.
 FIGURES: dict[str, str] = {
@@ -30,9 +31,9 @@ FIGURES: dict[str, str] = {
     "received": "events that reached the client whole, terminal ones (error, done, `[DONE]`) included",
     "content_events": "events that reached the client, without the terminal ones",
     "last_event": "the kind of the last event that the client received",
-    "seq_gaps": "places where the ids that the client saw did not go up by one",
+    "seq_gaps": "places where an id that the client saw was not the one before plus one (for a terminal event: not the one before)",
     "channel_peak": "most events queued in the channel (`enqueued` marks)",
-    "enqueue_wait_ms": "longest time the backend waited for room in the channel",
+    "enqueue_wait_ms": "longest time the backend waited for room in the channel; a wait that the verdict cut short counts up to it",
     "completed_after_verdict": "events produced after a verdict other than `completed`, as when the client was found to be gone",
     "produced_after_leaving": "events produced after the client's own call that made it leave had begun",
     "discarded": "events thrown away, not sent (`discarded` marks)",
@@ -43,9 +44,9 @@ FIGURES: dict[str, str] = {
     "production_share": "time from first to last event produced, as a share of the time from first to last event received",
     "user_backlog_events": "most events that were in the channel or in a write not yet finished",
     "user_backlog_bytes": "the same in bytes of their frames; events never framed count as the frame before them",
-    "backlog_beyond_write_events": "most events in user space beyond the one write in progress",
+    "backlog_beyond_write_events": "most events in user space beyond one write: the one in progress, or the one event that the writer has taken for the next",
     "largest_write_bytes": "largest single write (`frames` marks)",
-    "write_wait_ms": "longest time one write waited for the kernel",
+    "write_wait_ms": "longest time from the frames of a write to the kernel having them all; one that the verdict cut short counts up to it",
     "kernel_unsent_bytes": "most bytes in the server's kernel not yet sent, seen after a write (`SIOCOUTQNSD`)",
     "kernel_unacked_bytes": "most bytes in the server's kernel not yet acknowledged, unsent ones included (`SIOCOUTQ`)",
     "bytes_taken": "bytes that the server's kernel took for this exchange, in all",
@@ -53,7 +54,7 @@ FIGURES: dict[str, str] = {
     "leaving_to_verdict_ms": "from the client's leaving to the verdict",
     "verdict_to_cancel_ms": "from the verdict (other than `completed`) to the cancellation delivered to the producer",
     "verdict_to_cache_ms": "from the verdict to the model's cache memory given back",
-    "verdict_to_slot_ms": "from the verdict to the slot given back",
+    "verdict_to_slot_ms": "from the verdict to the slot given back; negative where the work ended first",
     "leaving_to_slot_ms": "from the client's leaving to the slot given back",
     "slot_after_last_event_ms": "from the last event produced to the slot given back",
     "slot_taken": "1 if the exchange ever held a slot, else 0",
@@ -64,8 +65,8 @@ FIGURES: dict[str, str] = {
     "probes": "probes written after the end of file",
     "marks_dropped": "marks that the server made and did not keep; where there are any, counts of marks are too low",
     "memory_mib": "resident memory of the server before the run",
-    "memory_growth_kib": "its highest resident memory during the run, above that",
-    "cpu_ms": "processor time of the server's main thread during the run, all exchanges of the run together",
+    "memory_growth_kib": "its highest resident memory until its clients were done, above that",
+    "cpu_ms": "processor time of the server's main thread until its clients were done, all exchanges of the run together",
 }
 
 
@@ -85,6 +86,10 @@ def _ms(begin: int | None, end: int | None) -> float | None:
     return None if begin is None or end is None else round((end - begin) / 1e6, 3)
 
 
+def _longest(spans: list[tuple[int, int]]) -> float:
+    return round(max((end - begin for begin, end in spans), default=0) / 1e6, 3)
+
+
 def _at(mark: Mark | None) -> int | None:
     return None if mark is None else mark.at
 
@@ -102,18 +107,29 @@ def _largest(marks: Iterable[Mark], name: str) -> int | None:
 def _client(exchange: Exchange) -> dict[str, Value]:
     events = exchange.told("event")
     names = [str(mark.values["name"]) for mark in events]
-    ids = [value for mark in events if isinstance(value := mark.values["id"], int)]
     sent = next((mark.at for mark in exchange.client if mark.kind == "sent"), None)
     return {
         "status": _maybe(exchange.head.get("status")),
         "content_type": _maybe(exchange.head.get("content_type")),
         "received": len(events),
-        "content_events": sum(name not in ("done", "error") for name in names),
+        "content_events": sum(name not in _TERMINAL for name in names),
         "last_event": names[-1] if names else None,
-        "seq_gaps": sum(after != before + 1 for before, after in zip([0, *ids], ids, strict=False)) if ids else None,
+        "seq_gaps": _gaps(events),
         "first_event_ms": _ms(sent, events[0].at) if events else None,
         "duration_ms": _ms(sent, exchange.client[-1].at) if exchange.client else None,
     }
+
+
+def _gaps(events: list[Mark]) -> int | None:
+    """Ids go up by one; a terminal event repeats the last one."""
+    gaps = last = seen = 0
+    for mark in events:
+        number = mark.values["id"]
+        if isinstance(number, int):
+            seen += 1
+            gaps += number != last + (mark.values["name"] not in _TERMINAL)
+            last = number
+    return gaps if seen else None
 
 
 def _maybe(value: object) -> Value:
@@ -141,13 +157,12 @@ def _work(exchange: Exchange) -> dict[str, Value]:
     verdict_at = None if verdict is None or early else verdict.at
     left = exchange.left
     steps = exchange.all("step_begin")
-    wait = _largest(enqueued, "wait_ns")
     return {
         "outcome": _maybe(record.get("outcome")),
         "marks_dropped": _maybe(record.get("marks_dropped")),
         "produced": len(produced),
         "channel_peak": _largest(enqueued, "queued") or 0,
-        "enqueue_wait_ms": None if wait is None else round(wait / 1e6, 3),
+        "enqueue_wait_ms": _longest(exchange.waits("produced", "enqueued")),
         "completed_after_verdict": _after(produced, verdict_at),
         "produced_after_leaving": None if left is None else _after(produced, left),
         "discarded": len(exchange.all("discarded")),
@@ -171,7 +186,7 @@ def _share(produced: list[Mark], received: list[Mark]) -> float | None:
 
 def _most_ahead(produced: list[Mark], received: list[Mark]) -> int:
     ahead = most = 0
-    steps = [(mark.at, 1) for mark in produced] + [(mark.at, -1) for mark in received if mark.values["name"] not in ("done", "error")]
+    steps = [(mark.at, 1) for mark in produced] + [(mark.at, -1) for mark in received if mark.values["name"] not in _TERMINAL]
     for _, step in sorted(steps):
         ahead += step
         most = max(most, ahead)
@@ -206,17 +221,16 @@ def _backlog(exchange: Exchange) -> dict[str, Value]:
         else:
             continue
         waiting = max(0, entered - written)
-        most, beyond = max(most, waiting), max(beyond, entered - written - writing)
+        most, beyond = max(most, waiting), max(beyond, waiting - max(1, writing))
         known = sizes[written:entered]
         most_bytes = max(most_bytes, sum(known) + usual * (waiting - len(known)))
     writes = exchange.all("write")
-    wait = _largest(writes, "wait_ns")
     return {
         "user_backlog_events": most,
         "user_backlog_bytes": most_bytes,
         "backlog_beyond_write_events": beyond,
         "largest_write_bytes": _largest(exchange.all("frames"), "bytes"),
-        "write_wait_ms": None if wait is None else round(wait / 1e6, 3),
+        "write_wait_ms": _longest(exchange.waits("frames", "write")),
         "kernel_unsent_bytes": _largest(writes, "unsent"),
         "kernel_unacked_bytes": _largest(writes, "unacked"),
         "bytes_taken": _maybe((exchange.record or {}).get("bytes_sent")),

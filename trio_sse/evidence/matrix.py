@@ -85,6 +85,7 @@ class Case:
       server: options of ``serve``, as an argument list.
       request: method and target, as in ``GET /events?events=300``.
       traced: False where the server keeps no traces, so that only the client's side can be told.
+      timeline: whether to draw its first run.
       reference: published figures by the figure's name.
       notes: what a reader of the report should know about this case.
     """
@@ -95,6 +96,7 @@ class Case:
     request: str
     body: str = ""
     traced: bool = True
+    timeline: bool = True
     client: Behaviour = Behaviour()
     reference: dict[str, int | float] = field(default_factory=dict)
     must: tuple[Rule, ...] = ()

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ from trio_sse.evidence import environment, manifest, matrix, report, timelines
 from trio_sse.evidence.client import Client, ask
 from trio_sse.evidence.figures import summarise, verdicts
 from trio_sse.evidence.lock import alone
-from trio_sse.evidence.matrix import Behaviour, Case, Matrix
-from trio_sse.evidence.process import Server
+from trio_sse.evidence.matrix import Behaviour, Case, Matrix, MatrixError
+from trio_sse.evidence.process import Server, ServerFailed
 from trio_sse.evidence.traces import Exchange, load
 from trio_sse.trace import MARKS
 
@@ -46,38 +47,48 @@ def main(cases: Sequence[str] = (), runs: int | None = None, out: Path | str | N
       out: the recording's folder, which must not exist; None is ``evidence/N`` with the next free number.
 
     Returns:
-      0 if every rule of the matrix held, else 1; the recording is written in both cases.
-
-    Raises:
-      MatrixError: no such case. Nothing has been done.
-      FileExistsError: ``out`` exists. Nothing has been done.
-      RecordingFailed, ServerFailed: a run could not be measured; what there is lies in ``OUT.partial``.
+      0 if every rule of the matrix held; 1 if one did not (the recording is written all the same), or if a run could not be measured
+      (what there is lies in ``OUT.partial``); 2 if there is no such case or ``out`` exists, and nothing has been done.
 
     Resource handling: holds the machine-wide measurement lock; every server process has ended when this returns.
     """
-    text = matrix.MATRIX.read_text("utf-8")
-    chosen = matrix.parse(text).chosen(tuple(cases))
-    target = Path(out) if out is not None else _next(Path("evidence"))
-    if target.exists():
-        raise FileExistsError(f"{target} exists; a recording is never overwritten")
+    try:
+        text = matrix.MATRIX.read_text("utf-8")
+        chosen = matrix.parse(text).chosen(tuple(cases))
+        target = Path(out) if out is not None else _next(Path("evidence"))
+    except MatrixError as error:
+        print(f"record: {error}", file=sys.stderr)
+        return 2
     partial = target.with_name(target.name + ".partial")
+    if target.exists() or partial.exists():
+        print(f"record: {target} or {partial} exists; nothing is ever overwritten", file=sys.stderr)
+        return 2
     partial.mkdir(parents=True)
+    try:
+        failed = _record(chosen, runs or chosen.runs, text, partial, target)
+    except (RecordingFailed, ServerFailed) as error:
+        print(f"record: {error}", file=sys.stderr)
+        return 1
+    for rule in failed:
+        print(f"does not hold: {rule}")
+    print(f"{target}: {len(chosen.cases)} cases recorded; read {target}/report.md")
+    return 1 if failed else 0
+
+
+def _record(chosen: Matrix, runs: int, text: str, partial: Path, target: Path) -> list[str]:
+    """Measures every case and seals the recording; the rules that did not hold."""
     with alone():
         sources = manifest.source_hashes()
         facts = environment.describe()
         for number, case in enumerate(chosen.cases, 1):
             print(f"[{number}/{len(chosen.cases)}] {case.name}: {case.title}", flush=True)
-            manifest.write_trace(partial, case.name, _run_case(case, runs or chosen.runs))
+            manifest.write_trace(partial, case.name, _run_case(case, runs))
         if manifest.source_hashes() != sources:
             raise RecordingFailed(f"the sources changed while they were measured; see {partial}")
     (partial / "matrix.toml").write_bytes(text.encode("utf-8"))
     (partial / "environment.json").write_bytes(manifest.canonical(facts))
     (partial / "sources.json").write_bytes(manifest.canonical(sources))
-    failed = seal(partial, target, chosen, runs or chosen.runs, facts)
-    for rule in failed:
-        print(f"does not hold: {rule}")
-    print(f"{target}: {len(chosen.cases)} cases recorded; read {target}/report.md")
-    return 1 if failed else 0
+    return seal(partial, target, chosen, runs, facts)
 
 
 def _next(folder: Path) -> Path:
@@ -101,7 +112,7 @@ def seal(recording: Path, target: Path, chosen: Matrix, runs: int, facts: dict[s
     (recording / "timelines").mkdir()
     failed = []
     for case in chosen.cases:
-        if case.traced:
+        if case.timeline:
             timelines.draw(recording / "timelines" / f"{case.name}.svg", case, traces[case.name])
         failed += [f"{case.name}: {rule} (measured: {told})" for rule, held, told in verdicts(case, summaries[case.name]) if not held]
     manifest.bind(recording)
@@ -124,7 +135,7 @@ def _run_case(case: Case, runs: int) -> list[str]:
             try:
                 lines += _run(server, case, run)
             except Exception as error:
-                raise RecordingFailed(f"{case.name}, run {run}: {error!r}\n{server.printed()[-2000:]}") from error
+                raise RecordingFailed(f"{case.name}, run {run}: {error}\nThe server's last words:\n{server.printed()[-2000:]}") from error
     return lines
 
 
@@ -150,10 +161,10 @@ def _run(server: Server, case: Case, run: int) -> list[str]:
         thread.join()
     for _, client in clients:
         _raise(client, case, run)
-    records = [_trace(server, client.request_id) if case.traced else None for _, client in clients]
     _, peak = server.memory()
-    now = server.cpu_ns()
+    now = server.cpu_ns()  # before the traces are fetched: making JSON of them is no part of the run
     spent = None if now is None or cpu is None else now - cpu
+    records = [_trace(server, client.request_id) if case.traced else None for _, client in clients]
     lines = []
     for number, ((role, client), record) in enumerate(zip(clients, records, strict=True), 1):
         head = {"memory_before": memory, "memory_peak": peak, "cpu_ns": spent, **client.head}
@@ -163,7 +174,7 @@ def _run(server: Server, case: Case, run: int) -> list[str]:
 
 def _raise(client: Client, case: Case, run: int) -> None:
     if client.error is not None:
-        raise RecordingFailed(f"{case.name}, run {run}: the client failed") from client.error
+        raise RecordingFailed(f"{case.name}, run {run}: the client failed: {client.error!r}") from client.error
 
 
 def _trace(server: Server, request_id: str) -> dict[str, object]:

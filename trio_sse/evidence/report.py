@@ -132,7 +132,7 @@ def _tracing_cost(summaries: Summaries) -> str:
 
 
 def _timelines(matrix: Matrix) -> str:
-    pictures = [f"### {case.name}\n\n{case.title}.\n\n![{case.name}](timelines/{case.name}.svg)" for case in matrix.cases if case.traced]
+    pictures = [f"### {case.name}\n\n{case.title}.\n\n![{case.name}](timelines/{case.name}.svg)" for case in matrix.cases if case.timeline]
     return (
         "## Timelines\n\n"
         "The first run of each case. A dot is a moment (an event received, produced, framed, written or, in grey, discarded), a green bar "

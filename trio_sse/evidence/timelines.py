@@ -92,8 +92,8 @@ def _panel(axes: Axes, exchange: Exchange, marks: list[Mark], zero: int) -> None
     _spans(axes, _between(marks, "admitted", "slot_released"), "producer", -0.2, "#80b080", "slot held", zero)
     _spans(axes, _between(marks, "prefill_begin", "prefill_end"), "model", 0.0, "#d0a060", "prefill", zero)
     _spans(axes, _between(marks, "step_begin", "step_end"), "model", 0.0, "#7090c0", "", zero)
-    _spans(axes, _waits(marks, "enqueued"), "channel", 0.3, "#d08080", "backend waits", zero)
-    _spans(axes, _waits(marks, "write"), "socket", -0.3, "#d08080", "write waits", zero)
+    _spans(axes, exchange.waits("produced", "enqueued"), "channel", 0.3, "#d08080", "backend waits", zero)
+    _spans(axes, exchange.waits("frames", "write"), "socket", -0.3, "#d08080", "write waits", zero)
     _steps(axes, [(ms(mark.at), mark.values["queued"]) for mark in exchange.all("enqueued")], "channel", "queued")
     _steps(axes, [(ms(mark.at), mark.values["unacked"]) for mark in exchange.all("write")], "socket", "unacked B")
     begin, end = axes.get_xlim()
@@ -122,10 +122,6 @@ def _between(marks: list[Mark], first: str, last: str) -> list[tuple[int, int]]:
             spans.append((begin, mark.at))
             begin = None
     return spans if begin is None else [*spans, (begin, marks[-1].at)]
-
-
-def _waits(marks: list[Mark], kind: str) -> list[tuple[int, int]]:
-    return [(mark.at - wait, mark.at) for mark in marks if mark.kind == kind and isinstance(wait := mark.values["wait_ns"], int) and wait]
 
 
 def _spans(axes: Axes, spans: list[tuple[int, int]], lane: str, offset: float, colour: str, words: str, zero: int) -> None:

@@ -61,6 +61,19 @@ class Exchange:
         """When the client went, stalled or asked for the cancellation: just before the system call."""
         return next((mark.at for mark in self.client if mark.kind == "leave"), None)
 
+    def waits(self, begin: str, end: str) -> list[tuple[int, int]]:
+        """Spans, from and to, in which ``end`` was waited for: each one's own ``wait_ns``, and the one that the verdict cut short.
+
+        The latter began with a ``begin`` mark that no ``end`` followed.
+        """
+        spans = [(mark.at - wait, mark.at) for mark in self.all(end) if isinstance(wait := mark.values.get("wait_ns"), int) and wait]
+        verdict, done = self.first("verdict"), self.last(end)
+        if verdict is not None:
+            begun = [mark.at for mark in self.all(begin) if mark.at < verdict.at]
+            if begun and (done is None or done.at < begun[-1]):
+                spans.append((begun[-1], verdict.at))
+        return spans
+
     def in_order(self) -> list[Mark]:
         """The marks of both sides in the order of time; marks of the same nanosecond stay in the order in which they were made."""
         return sorted(self.server + self.client, key=lambda mark: mark.at)
