@@ -24,7 +24,7 @@ from trio_sse.backends.scripted import ScriptedBackend
 from trio_sse.config import Config
 from trio_sse.script import Script
 from trio_sse.server import Server
-from trio_sse.simulated import SimulatedPeer, simulated_pair
+from trio_sse.simulated import SimulatedPeer, SimulatedTransport, simulated_pair
 from trio_sse.sse import Parser, ServerSentEvent
 from trio_sse.trace import Outcome, Record
 
@@ -75,10 +75,10 @@ class Stage:
         self.nursery.start_soon(self._serve, transport)
         return peer
 
-    async def _serve(self, transport: trio.abc.AsyncResource) -> None:
+    async def _serve(self, transport: SimulatedTransport) -> None:
         self.connections += 1
         try:
-            await self.server.serve(transport)  # type: ignore[arg-type]
+            await self.server.serve(transport)
         finally:
             self.connections -= 1
 
@@ -142,7 +142,7 @@ def answers(received: bytes, *methods: str, closed: bool = True) -> list[Answer]
         if answer is None:
             break
         found.append(answer)
-        if not answer.complete or connection.their_state is not h11.DONE or connection.our_state is not h11.DONE:
+        if not answer.complete or {connection.their_state, connection.our_state} != {h11.DONE}:
             break
         connection.start_next_cycle()
     return found
