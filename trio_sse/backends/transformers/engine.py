@@ -37,7 +37,7 @@ from trio_sse.backends.transformers.sequence import Sequence, State
 from trio_sse.backends.transformers.steps import Chosen, StepFailure, StepModel, Work
 from trio_sse.backends.transformers.thread import Runner
 from trio_sse.errors import HttpError, NotReady
-from trio_sse.events import Event, Finish, Started, Token
+from trio_sse.events import Event, Finish, Started
 
 __all__ = ["Engine", "ModelFailed", "longest_sequence"]
 
@@ -134,8 +134,6 @@ class Engine:
                 await seq.done.wait()
             if not seq.done.is_set():
                 log.warning("a cancelled sequence still waits for its model step to end (%.0f s)", self.step_age())
-        if seq.late:
-            seq.events.late(seq.late)
 
     # The engine's side
 
@@ -152,6 +150,8 @@ class Engine:
                 self._wake = trio.Event()  # before looking, so that nothing said from here on is missed
                 await self._close()
                 await self._admit()
+                if self._closing:
+                    continue  # somebody left meanwhile, and need not wait for a step
                 batch = self._choose()
                 if batch:
                     await self._step(batch)
@@ -249,7 +249,8 @@ class Engine:
     def _settle(self, seq: Sequence, work: Work, result: Chosen | StepFailure | BaseException | None) -> None:
         """One sequence's part of a step's result."""
         if seq.leaving:
-            seq.late += isinstance(result, Chosen)
+            if isinstance(result, Chosen) and result.id not in self._model.eos:
+                seq.events.late(1)  # work for nobody is counted too
             self._end(seq)
         elif isinstance(result, BaseException):
             self._fail(seq, result)

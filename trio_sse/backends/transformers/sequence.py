@@ -41,7 +41,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "busy", "cache", "done", "error", "events", "fed", "generated", "ids", "last", "late", "leaving", "max_tokens", "outbox",
+        "busy", "cache", "done", "error", "events", "fed", "generated", "ids", "last", "leaving", "max_tokens", "outbox",
         "reserved", "sampling", "state", "steps", "text", "wake",
     )  # fmt: skip
 
@@ -60,7 +60,6 @@ class Sequence:
         self.last = 0  # the token chosen last, not yet fed
         self.generated = 0
         self.steps = 0  # model steps that it was part of
-        self.late = 0  # tokens that were chosen after it was cancelled
         self.error: Exception | None = None
         self.outbox: deque[Event] = deque()  # what the channel had no room for
         self.wake = trio.Event()  # its task has something to do
