@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -34,14 +35,19 @@ def pieces(tokenizer: Tokenizer, ids: list[int], *, continues: bool = False) -> 
 
 
 def byte_level_bytes(tokenizer: Tokenizer, id: int) -> bytes:
-    table = {c: n for n, c in enumerate(gpt2_alphabet())}
+    alphabet = byte_alphabet()
     token = tokenizer.id_to_token(id)
     if token is None or token == "<eos>":
         return b""
-    return token.encode() if token == "zwei wörter" else bytes(table[c] for c in token)
+    return token.encode() if token == "zwei wörter" else bytes(alphabet.index(c) for c in token)
 
 
-def gpt2_alphabet() -> Iterator[str]:
+@cache
+def byte_alphabet() -> str:
+    return "".join(_byte_alphabet())
+
+
+def _byte_alphabet() -> Iterator[str]:
     """The character for each byte, found by asking the library's own pre-tokenizer for all two-byte sequences of UTF-8 and ASCII."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     known: dict[int, str] = {}
