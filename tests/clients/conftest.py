@@ -39,8 +39,10 @@ SERVERS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Servers:
+    """Running servers by name."""
+
     addresses: dict[str, tuple[str, int]]
 
     @property
@@ -60,16 +62,22 @@ class Servers:
         pytest.fail(f"no server has a record of {request_id}")
 
 
-def serve(stack: contextlib.ExitStack, *options: str) -> tuple[str, int]:
-    return stack.enter_context(Server(options)).address
+Play = Callable[[str, Servers, tuple[str, ...]], dict[str, Seen]]
 
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
     """The scripted servers, each a process on a port of its own."""
+    common = ("--backend", "scripted", "--slots", "64")
     with contextlib.ExitStack() as stack:
-        common = ("--backend", "scripted", "--slots", "64")
-        yield Servers({name: serve(stack, *common, *options) for name, options in SERVERS.items()})
+        yield Servers({name: stack.enter_context(Server((*common, *options))).address for name, options in SERVERS.items()})
+
+
+@pytest.fixture(scope="session")
+def model_server() -> Iterator[Servers]:
+    """The packaged model's server."""
+    with Server(("--slots", "4")) as server:
+        yield Servers({"model": server.address})
 
 
 # --- environments ---------------------------------------------------------------------------------------------------------------------
@@ -145,19 +153,27 @@ def command(client: str, store: Path, need: Callable[[str], str]) -> tuple[list[
 
 
 @pytest.fixture(scope="session")
-def play(store: Path, need: Callable[[str], str]) -> Callable[[str, str], dict[str, Seen]]:
-    """``play(client, urls)``: one run of a client over all scenarios, remembered. ``urls`` is JSON."""
+def play(store: Path, need: Callable[[str], str]) -> Play:
+    """``play(client, servers, scenarios)``: one run of a client over the scenarios, remembered."""
 
     @cache
-    def run(client: str, urls: str) -> dict[str, Seen]:
+    def run(client: str, servers: Servers, scenarios: tuple[str, ...]) -> dict[str, Seen]:
         arguments, cwd = command(client, store, need)
         # Proxies and keys of whoever runs the tests are none of the client's business.
         unwanted = ("OPENAI_", "LANGCHAIN_", "LANGSMITH_", "PYTHON", "http_proxy", "https_proxy", "all_proxy")
-        environment = {name: value for name, value in os.environ.items() if not name.lower().startswith(tuple(map(str.lower, unwanted)))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.lower().startswith(tuple(map(str.lower, unwanted)))
+        }
         with tempfile.TemporaryDirectory() as scratch:
             environment |= {"HOME": scratch, "NO_PROXY": "127.0.0.1"}
             done = subprocess.run(
-                [*arguments, urls, client], cwd=cwd, capture_output=True, text=True, timeout=100, check=False, env=environment
+                [*arguments, json.dumps(servers.urls), client, ",".join(scenarios)],
+                cwd=cwd,
+                capture_output=True,
+                text=True,
+                timeout=100,
+                check=False,
+                env=environment,
             )
         assert done.returncode == 0, done.stderr[-2000:]
         result: dict[str, Seen] = json.loads(done.stdout)

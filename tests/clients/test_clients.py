@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
+import httpx
 import pytest
 
-from .conftest import Seen, Servers, serve
+from .conftest import Play, Seen, Servers
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]  # the first run makes environments
 
@@ -25,7 +24,9 @@ WITH_API = ["openai-python", "openai-early", pytest.param("openai-node", marks=n
 FIVE = "".join(f"w{n} w{n} w{n}" for n in range(1, 6))
 USAGE = {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
 
-Play = Callable[[str, str], dict[str, Seen]]
+SCENARIOS = ("full", "heartbeat", "usage", "document", "completion", "models", "close", "cancel", "error", "timeout", "refused")
+EVENTS = ("events", "events_heartbeat", "events_close", "events_error")
+
 See = Callable[[str, str], Seen]
 
 
@@ -34,7 +35,7 @@ def see(play: Play, servers: Servers) -> See:
     """``see(client, scenario)`` is what the client saw."""
 
     def look(client: str, scenario: str) -> Seen:
-        seen = play(client, json.dumps(servers.urls))[scenario]
+        seen = play(client, servers, SCENARIOS + EVENTS)[scenario]
         assert scenario in ("error", "timeout", "refused") or "raised" not in seen, seen
         return seen
 
@@ -126,7 +127,9 @@ def test_error_in_mid_stream_raises(client: str, see: See, servers: Servers) -> 
     assert servers.record(f"{client}-error")["outcome"] == "backend_error"
 
 
-@pytest.mark.parametrize("client", ["openai-python", "openai-early", "httpx-sse", "langchain", pytest.param("openai-node", marks=node)])
+@pytest.mark.parametrize(
+    "client", ["openai-python", "openai-early", "httpx-sse", "langchain", pytest.param("openai-node", marks=node)]
+)
 def test_the_clients_timeout_raises_and_frees_the_slot(client: str, see: See, servers: Servers) -> None:
     seen = see(client, "timeout")
     assert "Timeout" in seen["raised"]
@@ -177,16 +180,30 @@ def test_eventsource_close_stops_the_script(see: See, servers: Servers) -> None:
 # --- the packaged model ---
 
 
-@pytest.mark.model
-def test_every_client_reads_the_same_answer_of_the_model(play: Play, servers: Servers) -> None:
-    import contextlib
+@pytest.fixture
+def see_model(play: Play, model_server: Servers) -> See:
+    def look(client: str, scenario: str) -> Seen:
+        seen = play(client, model_server, ("model", "model_close"))[scenario]
+        assert "raised" not in seen, seen
+        return seen
 
-    texts: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        urls = json.dumps({**servers.urls, "model": "http://{}:{}".format(*serve(stack, "--slots", "4"))})
-        for client in ("openai-python", "httpx-sse"):
-            texts[client] = play(client, urls)["model"]
-    for seen in texts.values():
-        assert seen["finish"] in (["length"], ["stop"])
-        assert len(seen["text"]) > 10
-    assert len({seen["text"] for seen in texts.values()}) == 1
+    return look
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("client", ALL)
+def test_the_models_answer_is_the_same_for_every_client(client: str, see_model: See, model_server: Servers) -> None:
+    host, port = model_server.addresses["model"]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, "temperature": 0}
+    whole = httpx.post(f"http://{host}:{port}/v1/chat/completions", json=body, timeout=100).raise_for_status().json()
+    seen = see_model(client, "model")
+    assert len(seen["text"]) > 5
+    assert seen["text"] == whole["choices"][0]["message"]["content"]
+    assert seen["finish"] == [whole["choices"][0]["finish_reason"]]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("client", ALL)
+def test_a_chat_client_that_leaves_stops_the_model(client: str, see_model: See, model_server: Servers) -> None:
+    assert see_model(client, "model_close")["finish"] == []
+    check_stopped(model_server.record(f"{client}-model_close"), limit=2000)

@@ -1,4 +1,4 @@
-"""openai-python, any 1.x or later: ``python openai_python.py URLS TAG`` prints what each scenario saw, as JSON.
+"""openai-python, any 1.x or later: ``python openai_python.py URLS TAG SCENARIOS`` prints what each scenario saw, as JSON.
 
 It runs in an environment of its own and imports nothing of the server's. ``URLS`` is a JSON object: server's name → base URL.
 """
@@ -15,6 +15,8 @@ import openai
 
 URLS: dict[str, str] = json.loads(sys.argv[1])
 TAG = sys.argv[2]
+ONLY = sys.argv[3].split(",")
+NEVER_END: Any = {"2": -100}  # the packaged model's end token
 HI: Any = [{"role": "user", "content": "hi"}]
 Seen = dict[str, Any]
 
@@ -122,21 +124,26 @@ def refused(seen: Seen) -> None:
 
 
 def model(seen: Seen) -> None:
-    if "model" in URLS:
-        read(chat("model", "model", max_tokens=16, temperature=0), seen)
+    read(chat("model", "model", max_tokens=16, temperature=0), seen)
+
+
+def model_close(seen: Seen) -> None:
+    stream = chat("model", "model_close", max_tokens=2000, logit_bias=NEVER_END)
+    read((next(stream) for _ in range(4)), seen)
+    stream.response.close()
 
 
 SCENARIOS: list[Callable[[Seen], None]] = [full, heartbeat, usage, document, completion, models, close, cancel, error, timeout]
-SCENARIOS += [refused, model]
+SCENARIOS += [refused, model, model_close]
 
 
 def main() -> None:
     result: dict[str, Seen] = {"client": {"version": openai.__version__}}
-    for scenario in SCENARIOS:
+    for scenario in (one for one in SCENARIOS if one.__name__ in ONLY):
         seen: Seen = {}
         try:
             scenario(seen)
-        except Exception as raised:  # what the client raises is what the test wants to see
+        except Exception as raised:  # noqa: BLE001  (what the client raises is what the test wants to see)
             seen |= {"raised": type(raised).__name__, "message": str(raised), "status": getattr(raised, "status_code", None)}
             seen["param"] = getattr(raised, "param", None)
         result[scenario.__name__] = seen

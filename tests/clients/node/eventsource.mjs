@@ -7,6 +7,8 @@ import { EventSource } from "eventsource";
 
 const urls = JSON.parse(process.argv[2]);
 const tag = process.argv[3];
+const only = process.argv[4].split(",");
+const neverEnd = { 2: -100 }; // the packaged model's end token
 const PATIENCE = 20_000;
 
 // Opens `path`, hands every event to `take`, and resolves once `take` says "end" or the source has closed itself.
@@ -91,7 +93,8 @@ const scenarios = {
   error: (seen) => chat("failing", "error", seen, { max_tokens: 50 }),
   // EventSource has no error to show for a refusal but the status: it closes itself.
   refused: (seen) => chat("plain", "refused", seen, { top_p: 7 }),
-  model: (seen) => (urls.model ? chat("model", "model", seen, { max_tokens: 16, temperature: 0 }) : undefined),
+  model: (seen) => chat("model", "model", seen, { max_tokens: 16, temperature: 0 }),
+  model_close: (seen) => chat("model", "model_close", seen, { max_tokens: 2000, logit_bias: neverEnd }, 4),
   events: (seen) => events("plain", "events", seen, "events=5&interval_ms=5&tool_every=3"),
   events_heartbeat: (seen) => events("heartbeat", "events_heartbeat", seen, "events=5&interval_ms=120&prefill_ms=250"),
   events_close: (seen) => events("plain", "events_close", seen, "events=5000&interval_ms=5", 4),
@@ -101,7 +104,7 @@ const scenarios = {
 const { version } = JSON.parse(readFileSync(new URL("node_modules/eventsource/package.json", import.meta.url)));
 const result = { client: { version } };
 await Promise.all(
-  Object.entries(scenarios).map(async ([name, run]) => {
+  Object.entries(scenarios).filter(([name]) => only.includes(name)).map(async ([name, run]) => {
     const seen = {};
     try {
       await run(seen);

@@ -1,10 +1,12 @@
-// openai-node: `node openai.mjs URLS TAG` prints what each scenario saw, as JSON. URLS is a JSON object: server's name → base URL.
+// openai-node: `node openai.mjs URLS TAG SCENARIOS` prints what each scenario saw, as JSON. URLS is a JSON object: server's name → base URL.
 
 import { readFileSync } from "node:fs";
 import OpenAI from "openai";
 
 const urls = JSON.parse(process.argv[2]);
 const tag = process.argv[3];
+const only = process.argv[4].split(",");
+const neverEnd = { 2: -100 }; // the packaged model's end token
 
 function client(server, scenario, timeout = 20_000) {
   return new OpenAI({
@@ -72,12 +74,13 @@ const scenarios = {
     await client("silent", "timeout", 700).chat.completions.create(body({ max_tokens: 50 }));
   },
   refused: (seen) => chat("plain", "refused", seen, { top_p: 7 }),
-  model: (seen) => (urls.model ? chat("model", "model", seen, { max_tokens: 16, temperature: 0 }) : undefined),
+  model: (seen) => chat("model", "model", seen, { max_tokens: 16, temperature: 0 }),
+  model_close: (seen) => chat("model", "model_close", seen, { max_tokens: 2000, logit_bias: neverEnd }, 4),
 };
 
 const { version } = JSON.parse(readFileSync(new URL("node_modules/openai/package.json", import.meta.url)));
 const result = { client: { version } };
-for (const [name, run] of Object.entries(scenarios)) {
+for (const [name, run] of Object.entries(scenarios).filter(([name]) => only.includes(name))) {
   const seen = {};
   try {
     await run(seen);
