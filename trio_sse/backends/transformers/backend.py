@@ -32,7 +32,7 @@ from trio_sse.channel import EventChannel
 from trio_sse.errors import BadRequest, NotReady
 from trio_sse.events import GenerationRequest, Message
 
-__all__ = ["ChatTokenizer", "LoadedModel", "TransformersBackend"]
+__all__ = ["ChatTokenizer", "LoadedModel", "PreparedText", "TransformersBackend", "load_model"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -91,10 +91,11 @@ class LoadingStopped(Exception):
     """The server is stopping, so the model need not be loaded any more."""
 
 
-def _load_model(model: str, **kwargs: Any) -> LoadedModel:
-    from trio_sse.backends.transformers.model import load_model  # imports torch: in the model thread, and when it is needed
+def load_model(model: str, **options: Any) -> LoadedModel:
+    """The loader of this package. Its module imports torch, so this must be called in the model thread."""
+    from trio_sse.backends.transformers import model as implementation
 
-    loaded: LoadedModel = load_model(model, **kwargs)
+    loaded: LoadedModel = implementation.load_model(model, **options)
     return loaded
 
 
@@ -125,7 +126,7 @@ class TransformersBackend(Backend):
         dtype: str = "auto",
         threads: int | None = None,
         slots: int | None = None,
-        load: Loading = _load_model,
+        load: Loading = load_model,
     ) -> None:
         self.name = model
         self.slots = slots or 1
