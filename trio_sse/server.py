@@ -36,7 +36,7 @@ import trio
 from trio_sse.access import is_loopback
 from trio_sse.backends.base import Backend
 from trio_sse.config import Config
-from trio_sse.errors import ConnectionLost, HttpError, NotReady, PeerStalled
+from trio_sse.errors import ConfigError, ConnectionLost, HttpError, NotReady, PeerStalled
 from trio_sse.http11 import Http11Connection, State
 from trio_sse.listeners import open_listeners, url
 from trio_sse.routes import Routes
@@ -288,5 +288,8 @@ def _tls_context(config: Config) -> ssl.SSLContext | None:
     if config.certfile is None or config.keyfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(config.certfile, config.keyfile)
+    try:
+        context.load_cert_chain(config.certfile, config.keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--certfile: cannot use this certificate and key: {error.strerror}") from None
     return context
