@@ -71,6 +71,7 @@ class Client:
       address: host and port.
       request: method and target.
       request_id: what it asks the server to call this exchange, so that its trace can be found.
+      later: seconds that it leaves later than its behaviour says.
       begun: set at the first event, or at the end if there was none.
     """
 
@@ -79,6 +80,7 @@ class Client:
     body: str
     request_id: str
     behaviour: Behaviour
+    later: float = 0.0
     marks: list[Mark] = field(default_factory=list)
     head: dict[str, object] = field(default_factory=lambda: {"status": None, "content_type": None})
     begun: threading.Event = field(default_factory=threading.Event)
@@ -130,7 +132,7 @@ class Client:
         to_leave = bool(behaviour.leave)
         while True:
             by_count = behaviour.after_events and seen >= behaviour.after_events
-            left = begin + behaviour.after_ms / 1000 - time.monotonic()
+            left = begin + behaviour.after_ms / 1000 + self.later - time.monotonic()
             if to_leave and (by_count or (behaviour.after_ms and left <= 0)):
                 to_leave = False
                 if not self._leave(sock):

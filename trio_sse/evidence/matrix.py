@@ -65,6 +65,7 @@ class Behaviour:
         side and reads on), ``stall`` (reads no more, but stays), ``delete`` (asks for the cancellation by id and reads on).
       after_events: it leaves once it has received this many events …
       after_ms: … or this long after it has sent its request; 0 is never.
+      stagger_ms: each further client leaves this much later than the one before, so that they meet the producer at all phases.
       companion: a request that another client sends before and reads to its end, to hold a slot meanwhile.
     """
 
@@ -74,6 +75,7 @@ class Behaviour:
     leave: str = ""
     after_events: int = 0
     after_ms: int = 0
+    stagger_ms: int | float = 0
     companion: str = ""
 
 

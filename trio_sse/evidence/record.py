@@ -146,8 +146,8 @@ def _run(server: Server, case: Case, run: int) -> list[str]:
     clients: list[tuple[str, Client]] = []
     threads: list[threading.Thread] = []
 
-    def start(role: str, request: str, body: str, behaviour: Behaviour) -> Client:
-        client = Client(server.address, request, body, f"{case.name}-r{run}-{len(clients) + 1}", behaviour)
+    def start(role: str, request: str, body: str, behaviour: Behaviour, later: float = 0.0) -> Client:
+        client = Client(server.address, request, body, f"{case.name}-r{run}-{len(clients) + 1}", behaviour, later)
         clients.append((role, client))
         threads.append(threading.Thread(target=client.run, daemon=True))
         threads[-1].start()
@@ -155,8 +155,8 @@ def _run(server: Server, case: Case, run: int) -> list[str]:
 
     if case.client.companion:
         start("companion", case.client.companion, "", Behaviour()).begun.wait(ENDED)
-    for _ in range(case.client.clients):
-        start("subject", case.request, case.body, case.client)
+    for index in range(case.client.clients):
+        start("subject", case.request, case.body, case.client, index * case.client.stagger_ms / 1000)
     for thread in threads:
         thread.join()
     for _, client in clients:
