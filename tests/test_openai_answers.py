@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types import Model
 
+from tests.support.openai_wire import Json, chunks, document_text, parse, read_document, text_of, validate_chunk
 from trio_sse.dialects.base import Answer, AnswerContext
 from trio_sse.dialects.openai import model_document, models_document, parse_chat, parse_completion
 from trio_sse.errors import InternalError, NotFound, UpstreamFailed
 from trio_sse.events import Event, Finish, Started, Token, TokenLogprob, ToolCall
-from trio_sse.sse import Parser, ServerSentEvent
+from trio_sse.sse import Parser
 
 CONTEXT = AnswerContext(model='m"\N{GRINNING FACE}', request_id="r-1", created=1_700_000_000)
-Json = dict[str, Any]
 
 
 def chat_answer(**fields: Any) -> Answer:
@@ -42,55 +41,12 @@ def stream(answer: Answer, events: Sequence[Event], *, prompt: int = 7) -> bytes
     return b"".join(answer.frames(event) for event in events)
 
 
-def parse(data: bytes) -> list[ServerSentEvent]:
-    """Every event of ``data``; on /v1 there is nothing but data fields."""
-    events = Parser().feed(data)
-    assert all(line.startswith(b"data: ") or not line for line in data.split(b"\n"))
-    return events
-
-
-def chunks(data: bytes) -> list[Json]:
-    """The chunks of a whole stream, every one validated, and the one [DONE] behind them."""
-    events = parse(data)
-    assert [event.data for event in events].count("[DONE]") == 1
-    assert events[-1].data == "[DONE]"
-    found = [json.loads(event.data) for event in events[:-1]]
-    for chunk in found:
-        validate_chunk(chunk)
-    return found
-
-
-def validate_chunk(chunk: Json) -> None:
-    if chunk["object"] == "chat.completion.chunk":
-        ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
-        return
-    # openai-python reads a completion's chunk as a whole Completion, in which finish_reason may not be null, though OpenAI itself
-    # sends null in all but one. So that one field is filled in; everything else must be right as it is.
-    filled = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]
-    Completion.model_validate_json(json.dumps({**chunk, "choices": filled}), strict=True)
-
-
-def text_of(found: list[Json]) -> str:
-    choices = [choice for chunk in found for choice in chunk["choices"]]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
-
-
 def document(answer: Answer, events: Sequence[Event], *, prompt: int = 7) -> Json:
     answer.prompt(prompt)
     for event in events:
         answer.collect(event)
     data = answer.document()
-    assert data.isascii()
-    model = ChatCompletion if b'"chat.completion"' in data else Completion
-    model.model_validate_json(data, strict=True)
-    read: Json = json.loads(data)
-    return read
-
-
-def document_text(whole: Json) -> str:
-    choice = whole["choices"][0]
-    text: str = choice["message"]["content"] if "message" in choice else choice["text"]
-    return text
+    return read_document(data)
 
 
 HELLO: list[Event] = [Started(), Token("Hel"), Token(""), Token("lo", count=2), Finish("stop")]
