@@ -23,7 +23,7 @@ from trio_sse import logs
 from trio_sse.backends.base import Backend
 from trio_sse.backends.scripted import ScriptedBackend
 from trio_sse.config import Config, Option, options
-from trio_sse.errors import ConfigError
+from trio_sse.errors import ConfigError, unwrapped
 from trio_sse.script import ScriptError, parse_script
 from trio_sse.server import Server
 
@@ -205,7 +205,13 @@ def _serve(config: Config) -> int:
         return 1
     if not config.api_key and config.uds is None and not server.loopback:
         print("trio_sse: warning: this address is open to the network and no --api-key is set", file=sys.stderr)
-    status = trio.run(server.run, restrict_keyboard_interrupt_to_checkpoints=True)
+    try:
+        status = trio.run(server.run, restrict_keyboard_interrupt_to_checkpoints=True)
+    except BaseExceptionGroup as group:
+        cause = unwrapped(group)  # the backend's, as a rule: it could not load
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise
     # A thread that never ends must not keep the process.
     timer = threading.Timer(_EXIT_SECONDS, os._exit, args=[status or 1])
     timer.daemon = True

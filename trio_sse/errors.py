@@ -56,7 +56,15 @@ __all__ = [
     "Unauthorized",
     "UnsupportedMedia",
     "UpstreamFailed",
+    "unwrapped",
 ]
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """What is inside the groups in which nurseries wrap even a single exception; a group of several stays as it is."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 class TrioSseError(Exception):

@@ -41,7 +41,16 @@ from trio_sse.backends.base import Backend, Prepared
 from trio_sse.channel import EventChannel
 from trio_sse.config import Config
 from trio_sse.dialects.base import Parsed
-from trio_sse.errors import ConnectionLost, DeadlineExceeded, HttpError, InternalError, NotReady, PeerStalled, RequestCancelled
+from trio_sse.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    HttpError,
+    InternalError,
+    NotReady,
+    PeerStalled,
+    RequestCancelled,
+    unwrapped,
+)
 from trio_sse.http11 import Headers, Http11Connection
 from trio_sse.trace import Outcome, Record
 from trio_sse.writer import ResponseWriter
@@ -200,8 +209,7 @@ class Exchange:
 
     def _fail(self, error: BaseException) -> None:
         """Our own fault, or the backend's: the log has it all, the client learns that it happened."""
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
+        error = unwrapped(error)
         if isinstance(error, HttpError):
             self._failure = error
             return
