@@ -15,6 +15,7 @@ from trio_sse.backends.base import Backend, Prepared
 from trio_sse.channel import EventChannel
 from trio_sse.errors import BadRequest, UpstreamFailed
 from trio_sse.events import Event, Finish, GenerationRequest, Started, Token
+from trio_sse.simulated import SimulatedPeer
 from trio_sse.trace import Outcome
 
 SECRET = "/etc/secret: the model's own words"
@@ -90,7 +91,7 @@ FAULTS = [RuntimeError(SECRET), ValueError(SECRET), Weird(SECRET), BaseException
 async def test_our_own_fault(
     fault: BaseException, where: str, path: str, nursery: trio.Nursery, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = [Started(), Token("one"), Token("two")] if where == "after" else []
+    before: list[Event] = [Started(), Token("one"), Token("two")] if where == "after" else []
     backend = Scene(raising(fault, *before), prepare=fault if where == "prepare" else None)
     stage = Stage(nursery, backend)
     with caplog.at_level(logging.ERROR, "trio_sse"):
@@ -160,7 +161,7 @@ async def test_a_frame_that_is_too_long(nursery: trio.Nursery, autojump_clock: M
 
 async def test_failure_while_the_client_leaves(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
     """Two tasks fail in the same instant: one outcome, no exception group, the server lives."""
-    peers = []
+    peers: list[SimulatedPeer] = []
 
     async def play(events: EventChannel) -> None:
         await say(events, Started(), Token("one"))
