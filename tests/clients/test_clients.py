@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import httpx
+import httpx2
 import pytest
 
 from .conftest import Play, Seen, Servers
@@ -195,7 +195,7 @@ def see_model(play: Play, model_server: Servers) -> See:
 def test_the_models_answer_is_the_same_for_every_client(client: str, see_model: See, model_server: Servers) -> None:
     host, port = model_server.addresses["model"]
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, "temperature": 0}
-    whole = httpx.post(f"http://{host}:{port}/v1/chat/completions", json=body, timeout=100).raise_for_status().json()
+    whole = httpx2.post(f"http://{host}:{port}/v1/chat/completions", json=body, timeout=100).raise_for_status().json()
     seen = see_model(client, "model")
     assert len(seen["text"]) > 5
     assert seen["text"] == whole["choices"][0]["message"]["content"]

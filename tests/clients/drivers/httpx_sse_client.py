@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-import httpx
+import httpx  # noqa: ASYNC127  (the one that httpx-sse reads with)
 from httpx_sse import connect_sse
 
 URLS: dict[str, str] = json.loads(sys.argv[1])

@@ -6,6 +6,7 @@ It runs in an environment of its own and imports nothing of the server's. ``URLS
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -105,10 +106,10 @@ def cancel(seen: Seen) -> None:
                 assert task is not None
                 task.cancel()
 
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(main())
-    except asyncio.CancelledError:
-        seen["cancelled"] = True
+        raise AssertionError("the task was not cancelled")
+    seen["cancelled"] = True
 
 
 def error(seen: Seen) -> None:
