@@ -43,7 +43,7 @@ class Access:
     """
 
     def __init__(self, api_keys: tuple[str, ...], cors_origins: tuple[str, ...], *, secure: bool) -> None:
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = [key.encode("utf-8", "surrogateescape") for key in api_keys]
         self._origins = {origin.lower().encode() for origin in cors_origins}
         self._scheme = "https" if secure else "http"
 
@@ -83,6 +83,7 @@ class Access:
         raise Forbidden("Requests from this web origin are not accepted.", code="origin_not_allowed")
 
     def _own(self, host: str, port: int) -> set[str]:
+        host = host.removeprefix("::ffff:")  # IPv4 on a socket that takes both
         hosts = {*_LOOPBACK, host} if is_loopback(host) else {host}
         default = 443 if self._scheme == "https" else 80
         return {

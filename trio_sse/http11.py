@@ -2,7 +2,9 @@
 
 The states, and what may happen in them::
 
-             first byte         head complete        body taken
+    HANDSHAKE, over TLS
+     │
+     ▼       first byte         head complete        body taken
     IDLE ───────────────▶ HEAD ──────────────▶ BODY ───────────▶ RESPONDING
      │ ▲                    │                    │                 │  │
      │ └────────────────────┼────────────────────┼── reuse ────────┘  │
@@ -53,12 +55,14 @@ _ANY_HEAD = b"HTTP/1.1 "
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _FOLDED = re.compile(rb"\n[ \t]")
+_AUTHORITY = re.compile(rb"\Ahttps?://[^/?]*(?=[/?]|\Z)", re.IGNORECASE)
 # RFC 3986: a registered name or IPv4 address, or a bracketed IPv6 or future literal; then perhaps a port.
 _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.\-_~!$&'()*+,;=%]+\]|(?:[0-9A-Za-z\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?")
 _REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus} | {499: b"Client Closed Request"}
 
 
 class State(Enum):
+    HANDSHAKE = "handshake"
     IDLE = "idle"
     HEAD = "head"
     BODY = "body"
@@ -74,7 +78,9 @@ class Request:
 
     def __init__(self, head: h11.Request) -> None:
         self.method = head.method.decode("ascii")
-        path, _, query = head.target.partition(b"?")
+        # As to a proxy, ``GET http://host/path``: RFC 9112 has every server take it. Whom it names plays no part, as with Host.
+        target = _AUTHORITY.sub(b"", head.target) or b"/"
+        path, _, query = target.partition(b"?")
         self.path = path.decode("ascii")
         self.query = query.decode("ascii")
         self.version = head.http_version
@@ -96,11 +102,15 @@ class Http11Connection:
     Args:
       transport: the peer. Owned: :meth:`close` and :meth:`abort` close it.
       config: the limits and deadlines.
+
+    Attributes:
+      idle: nobody would miss the connection if it ended now. idle_since: from when, on trio's clock.
     """
 
     def __init__(self, transport: Transport, config: Config) -> None:
         self.transport = transport
         self.state = State.IDLE
+        self.idle = True
         self.idle_since = trio.current_time()
         self._config = config
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=config.max_header)
@@ -109,7 +119,10 @@ class Http11Connection:
         self._eof = False
         self._probed = 0  # bytes of _ANY_HEAD that are already on their way
         self._head_only = False
-        self._ahead = 0
+        self._ahead = 0  # bytes that have come before their time
+        self._length = 0  # the body's declared length
+        self._bodyless = True
+        self._idle: trio.CancelScope | None = None  # the wait for a request's first byte
 
     # Reading a request
 
@@ -120,21 +133,36 @@ class Http11Connection:
           HttpError: the head is malformed, too large or too slow. Answer it with :meth:`refuse`.
           ConnectionLost: the peer is gone.
 
-        Cancellation: between requests, nothing is lost by it.
+        Cancellation: the request's bytes are lost. To end an idle connection and no other, call :meth:`hang_up`.
         """
         deadline = trio.current_time() + (self._config.header_timeout if self._first else self._config.keep_alive)
-        buffered = bool(self._h11.trailing_data[0])
+        buffered = self.pipelined
         if not buffered:
-            with trio.move_on_at(deadline) as scope:
+            with trio.CancelScope(deadline=deadline) as self._idle:
                 await self._receive()
-            if scope.cancelled_caught or (self._eof and not self._h11.trailing_data[0]):
+            self._idle = None
+            if not self.pipelined:  # idle for too long, hung up, or the peer has left
                 return None
         self.state = State.HEAD
+        self.idle = False
         if not self._first or buffered:
             deadline = trio.current_time() + self._config.header_timeout
         with trio.move_on_at(deadline):
             return await self._read_head()
         raise RequestTimeout("The request's head did not arrive in time.")
+
+    def hang_up(self) -> bool:
+        """Ends the connection if it is waiting for a request's first byte; says whether it was. A request that has come is served."""
+        if self._idle is None:
+            return False
+        self.idle = False
+        self._idle.cancel(reason="hung up")
+        return True
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether bytes of another request are here already."""
+        return bool(self._h11.trailing_data[0])
 
     async def _read_head(self) -> Request | None:
         while True:
@@ -144,11 +172,13 @@ class Http11Connection:
             except h11.RemoteProtocolError as error:
                 raise _refusal(error) from None
             if isinstance(event, h11.Request):
+                self._first = False
+                self._head_only = event.method == b"HEAD"  # before the checks: their refusal is an answer to HEAD too
                 left = len(self._h11.trailing_data[0])
                 _check_head(event, raw[: len(raw) - left] if left else raw, self._config.max_header)
                 request = Request(event)
-                self._first = False
-                self._head_only = request.method == "HEAD"
+                self._length = int(request.get(b"content-length") or 0)
+                self._bodyless = self._length == 0 and request.get(b"transfer-encoding") is None
                 self.state = State.BODY
                 return request
             if isinstance(event, h11.ConnectionClosed):
@@ -175,6 +205,7 @@ class Http11Connection:
           HttpError: too large (before reading it all), too slow, or malformed.
           ConnectionLost: the peer is gone, or has stopped sending in the middle.
         """
+        self.check_length(limit)
         with trio.move_on_after(self._config.body_timeout):
             body = await self._read_body(limit)
             self.state = State.RESPONDING
@@ -204,23 +235,19 @@ class Http11Connection:
                     await self.transport.flush(self._config.write_timeout)
                 await self._receive()
 
-    def take_buffered_body(self) -> bool:
-        """Swallows the rest of the request if all of it is here already; says whether it was. Does not wait."""
-        if self.waits_for_continue:
-            return False
-        while self._h11.their_state is h11.SEND_BODY:
-            try:
-                event = self._h11.next_event()
-            except h11.RemoteProtocolError:
-                return False
-            if event is h11.NEED_DATA:
-                return False
+    def take_no_body(self) -> bool:
+        """Whether the request is complete, or has no body and is complete with this call. Does not wait.
+
+        A body that is still to be read ends the connection even where it is here already: whether the connection lives on must
+        not depend on how the peer's bytes were cut.
+        """
+        if self._bodyless and self._h11.their_state is h11.SEND_BODY:
+            self._h11.next_event()  # EndOfMessage
         return self._h11.their_state in (h11.DONE, h11.MUST_CLOSE)
 
-    def check_length(self, request: Request, limit: int) -> None:
+    def check_length(self, limit: int) -> None:
         """Refuses a body by its declared length, before any of it is read."""
-        length = request.get(b"content-length")
-        if length is not None and int(length) > limit:
+        if self._length > limit:
             raise BodyTooLarge(f"The request's body is longer than {limit} bytes.")
 
     async def read_ahead(self) -> bool:
@@ -315,7 +342,8 @@ class Http11Connection:
     @property
     def unread(self) -> bool:
         """Whether the client may still be sending, so that a plain close could destroy what it has not read yet."""
-        return not self._eof and (self._ahead > 0 or self._h11.their_state not in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED))
+        complete = self._h11.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        return not self._eof and (self._ahead > 0 or self.pipelined or not complete)
 
     def next_cycle(self) -> bool:
         """Makes the connection ready for another request, if it may carry one."""
@@ -323,9 +351,10 @@ class Http11Connection:
             return False
         self._h11.start_next_cycle()
         self._probed = 0
-        self._ahead = 0
+        self._ahead = len(self._h11.trailing_data[0])  # what is here counts: else each response would let in READ_AHEAD more
         self._head_only = False
         self.state = State.IDLE
+        self.idle = True
         self.idle_since = trio.current_time()
         return True
 

@@ -20,6 +20,7 @@ __all__ = ["open_listeners", "url"]
 
 _BACKLOG = 2048
 _FIRST_SYSTEMD_FD = 3
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # this machine does not have such an address
 
 
 def open_listeners(config: Config) -> list[socket.socket]:
@@ -37,36 +38,52 @@ def open_listeners(config: Config) -> list[socket.socket]:
 def _from_systemd() -> list[socket.socket]:
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
-    count = int(os.environ.get("LISTEN_FDS", "0"))
+    try:
+        count = int(os.environ.get("LISTEN_FDS", "0"))
+    except ValueError:
+        raise ConfigError("LISTEN_FDS: must be a whole number") from None
     # Not for our children.
     for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
         os.environ.pop(name, None)
-    return [socket.socket(fileno=fd) for fd in range(_FIRST_SYSTEMD_FD, _FIRST_SYSTEMD_FD + count)]
+    listeners = [socket.socket(fileno=fd) for fd in range(_FIRST_SYSTEMD_FD, _FIRST_SYSTEMD_FD + count)]
+    for listener in listeners:
+        listener.set_inheritable(False)
+    return listeners
 
 
 def _tcp(host: str, port: int) -> list[socket.socket]:
-    name = host.removeprefix("[").removesuffix("]") or ("::" if socket.has_ipv6 else "0.0.0.0")  # noqa: S104  (asked for)
+    if not host:
+        try:
+            return _tcp("::", port)
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+            return _tcp("0.0.0.0", port)  # noqa: S104  (asked for)
+    name = host.removeprefix("[").removesuffix("]")
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         raise ConfigError(f"--host: {host!r} is not an address or a known name") from None
     listeners: list[socket.socket] = []
+    failure = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL), _authority(name, port))
     try:
         for family, kind, protocol, _, address in dict.fromkeys(found):
             target = (address[0], port, *address[2:])
             try:
                 listener = _bound(family, kind, protocol, target)
             except OSError as error:
-                # localhost is often two addresses of which the machine has one.
-                if listeners and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    continue
-                raise OSError(error.errno, error.strerror, f"{_authority(str(address[0]), port)}") from None
+                failure = OSError(error.errno, error.strerror, _authority(str(address[0]), port))
+                if error.errno not in _ABSENT:
+                    raise failure from None
+                continue  # localhost is often two addresses of which the machine has one
             listeners.append(listener)
             port = listener.getsockname()[1]
     except BaseException:
         for listener in listeners:
             listener.close()
         raise
+    if not listeners:
+        raise failure
     return listeners
 
 

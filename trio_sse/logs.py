@@ -19,6 +19,7 @@ from trio_sse.trace import Outcome, Record
 __all__ = ["configure", "log_request"]
 
 log = logging.getLogger("trio_sse")
+_LONGEST_METHOD = 20  # a peer may call its method what it likes
 _QUIET = ("/healthz", "/readyz", "/metrics")
 
 
@@ -45,7 +46,7 @@ def log_request(record: Record) -> None:
 def _fields(record: Record) -> dict[str, object]:
     fields: dict[str, object] = {
         "id": record.request_id,
-        "method": record.method,
+        "method": record.method[:_LONGEST_METHOD],
         "route": record.route,
         "status": record.status,
         "outcome": str(record.outcome),
@@ -80,7 +81,8 @@ class _TextFormatter(logging.Formatter):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(entry.created))
         line = f"{stamp} {entry.levelname.lower()} {text}"
         if entry.exc_info:
-            line += "\n" + self.formatException(entry.exc_info)
+            # Indented and escaped: what an exception says may have come from a peer, and must not look like a line of ours.
+            line += "".join(f"\n    {_plain(each)}" for each in self.formatException(entry.exc_info).splitlines())
         return line
 
 

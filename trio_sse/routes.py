@@ -7,13 +7,14 @@
 Rules:
 
 1. Exactly one response per request, and exactly one closed record, whatever happens.
-2. The order of the checks is: route, method, origin, key, readiness, body. Nothing is read of a body that would be refused anyway.
+2. The order of the checks is: route, origin, key, method, readiness, body. Nothing is read of a body that would be refused anyway.
 3. A route is one line in :meth:`Routes._table`. Its template, never the raw path, names it in log and metrics.
 4. ``/healthz`` and ``/readyz`` never wait for a backend.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from trio_sse.errors import (
     BadRequest,
     ConnectionLost,
     HttpError,
+    InternalError,
     MethodNotAllowed,
     NotFound,
     NotReady,
@@ -47,6 +49,8 @@ from trio_sse.tracestore import TraceStore
 from trio_sse.writer import JSON_HEADERS, STREAM_HEADERS
 
 __all__ = ["Call", "Routes"]
+
+log = logging.getLogger("trio_sse")
 
 GENERATE_BODY = 16_384  # bytes: interface.md's limit for /generate
 _PARSE_IN_THREAD = 65_536  # bytes of body from which on parsing would be felt by the other streams
@@ -72,6 +76,14 @@ class _Route:
     template: str
     methods: dict[str, Handler]
     open: bool = False  # needs no key
+    lab: bool = False  # only where the lab is on, and never through a proxy
+
+    def handler(self, method: str) -> Handler:
+        """For ``method``; GET's serves HEAD. Raises MethodNotAllowed."""
+        handler = self.methods.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            raise MethodNotAllowed(f"{self.template} does not take this method.", self.allow)
+        return handler
 
     @property
     def allow(self) -> str:
@@ -86,6 +98,7 @@ class Routes:
 
     Attributes:
       ready: whether the backend has loaded. closing: whether the server is shutting down (set by the server).
+      lab: whether the lab's routes are there, and traces are kept.
       live: running and waiting exchanges by request id, with the API key they were made with.
     """
 
@@ -95,12 +108,13 @@ class Routes:
         self.ready = False
         self.closing = False
         self.live: dict[str, tuple[Exchange, int | None]] = {}
+        self._names: set[str] = set()  # the ids of all requests from head to end, those that are still sending their body included
         self._script_backend = script_backend
         self._access = Access(config.api_key, config.cors_origin, secure=config.certfile is not None)
         self.admission = Admission(config.slots or backend.slots, config.queue, config.queue_timeout)
         self.events_admission = Admission(config.events_slots, config.queue, config.queue_timeout)
         self._metrics = Metrics((self.admission, self.events_admission), backend)
-        self._lab = config.lab if config.lab is not None else config.uds is None and is_loopback(config.host)
+        self.lab = config.lab if config.lab is not None else config.uds is None and is_loopback(config.host)
         self._traces = TraceStore()
         self._routes = self._table()
 
@@ -115,13 +129,10 @@ class Routes:
             _Route("/v1/models", {"GET": self._models}),
             _Route("/v1/models/{id}", {"GET": self._one_model}),
             _Route("/requests/{id}", {"DELETE": self._cancel}),
+            _Route("/events", {"GET": self._events}, lab=True),
+            _Route("/traces", {"GET": self._trace_list}, lab=True),
+            _Route("/traces/{id}", {"GET": self._one_trace}, lab=True),
         ]
-        if self._lab:
-            table += [
-                _Route("/events", {"GET": self._events}),
-                _Route("/traces", {"GET": self._trace_list}),
-                _Route("/traces/{id}", {"GET": self._one_trace}),
-            ]
         return {route.template: route for route in table}
 
     def loaded(self) -> None:
@@ -138,9 +149,10 @@ class Routes:
         """
         if self.closing:
             connection.end_after_this()
-        name = request_id(request.get(b"x-request-id"), self.live)
+        name = request_id(request.get(b"x-request-id"), self._names)
+        self._names.add(name)
         origin = request.get(b"origin")
-        record = Record(name, "-", request.method, marks=self._lab)
+        record = Record(name, "-", request.method, marks=self.lab)
         headers = [(b"X-Request-Id", name.encode("ascii")), *self._access.cors(origin)]
         call = Call(connection, request, record, headers)
         try:
@@ -151,10 +163,7 @@ class Routes:
                 return
             if not route.open:
                 call.owner = self._access.owner(request.get_all(b"authorization"))
-            handler = route.methods.get("GET" if request.method == "HEAD" else request.method)
-            if handler is None:
-                raise MethodNotAllowed(f"{route.template} does not take this method.", route.allow)
-            await handler(call)
+            await route.handler(request.method)(call)
         except HttpError as error:
             await self.refuse(call, error)
         except ConnectionLost as lost:
@@ -163,7 +172,13 @@ class Routes:
         except PeerStalled:
             record.reach(Outcome.CLIENT_STALLED, "write_timeout")
             raise
+        except Exception:
+            log.exception("request %s failed", name)
+            if record.t_ended is not None:
+                raise
+            await self.refuse(call, InternalError())
         finally:
+            self._names.discard(name)
             if record.t_ended is None:
                 record.reach(Outcome.SHUTDOWN, "cancelled_from_outside")
                 self._close(record)
@@ -174,7 +189,7 @@ class Routes:
         call.record.code = error.code
         call.record.reach(Outcome.REJECTED if error.status < 500 or error.status == 503 else Outcome.BACKEND_ERROR, error.code)
         self._close(call.record)
-        if call.connection.take_buffered_body():
+        if call.connection.take_no_body():
             await call.connection.respond(error.status, [*call.headers, *error.headers, *JSON_HEADERS], error.body())
         else:
             await call.connection.refuse(error, call.headers)
@@ -197,7 +212,7 @@ class Routes:
         exchange = self.live.pop(record.request_id, None)
         self._metrics.finished(record)
         logs.log_request(record)
-        if self._lab and exchange is not None:
+        if self.lab and exchange is not None:
             self._traces.add(record)  # also one that was refused a slot, or left while it waited for one
 
     def _find(self, request: Request, record: Record) -> _Route:
@@ -207,14 +222,10 @@ class Routes:
             route = self._routes.get(prefix + "/{id}") if last else None
         if route is None or "{" in request.path:
             raise NotFound("There is nothing at this path.")
-        if self._is_lab(route) and any(request.get(name) is not None for name in _FORWARDED):
+        if route.lab and (not self.lab or any(request.get(name) is not None for name in _FORWARDED)):
             raise NotFound("There is nothing at this path.")
         record.route = route.template
         return route
-
-    @staticmethod
-    def _is_lab(route: _Route) -> bool:
-        return route.template.startswith(("/events", "/traces"))
 
     # ---- Small answers ----
 
@@ -298,7 +309,7 @@ class Routes:
         connection, request = call.connection, call.request
         if (request.get(b"content-type") or b"").lower().startswith(b"multipart/"):
             raise UnsupportedMedia("A JSON body is expected, not multipart.", param="Content-Type")
-        connection.check_length(request, limit)
+        connection.check_length(limit)
         if connection.waits_for_continue:
             self.admission.check()  # a 429 that spares the client its upload
         return await connection.read_body(limit)
@@ -311,11 +322,19 @@ class Routes:
         if call.request.get(b"last-event-id") == native.last_event_id(script).encode():
             await self._document(call, b"", 204, [])
         elif call.request.method == "HEAD":
-            await self._document(call, b"", headers=STREAM_HEADERS)
+            await self._stream_head(call)
         else:
             body = await call.connection.read_body(self.config.max_body)
             call.record.mark("request", len(body))
             await self._exchange(call, native.parse_events(script), self._script_backend, self.events_admission)
+
+    async def _stream_head(self, call: Call) -> None:
+        """What GET would begin with. Starts no work."""
+        await call.connection.read_body(self.config.max_body)
+        call.record.status = 200
+        await call.connection.send(call.connection.head(200, [*call.headers, *STREAM_HEADERS]) + call.connection.end())
+        call.record.reach(Outcome.COMPLETED, "last_byte")
+        self._close(call.record)
 
     def _check_drain(self, script: Script) -> None:
         if script.must_drain and script.duration > self.config.cancel_grace:

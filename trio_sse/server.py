@@ -22,8 +22,10 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -88,6 +90,10 @@ class Server:
     def bind(self) -> list[str]:
         """Opens the listeners; returns their URLs. Raises OSError or ConfigError."""
         self._listeners = open_listeners(self.config)
+        if self.config.lab is None:
+            # Not by --host: systemd may have handed over something else.
+            unix = any(each.family == socket.AF_UNIX for each in self._listeners)
+            self.routes.lab = self.loopback and not unix
         return [url(listener, secure=self._tls is not None) for listener in self._listeners]
 
     @property
@@ -111,20 +117,22 @@ class Server:
         """
         urls = self.bind() if not self._listeners else [url(each, secure=self._tls is not None) for each in self._listeners]
         status = 0
+        numbers = (signal.SIGTERM, signal.SIGINT) if signals else ()
         try:
-            async with trio.open_nursery() as nursery:
-                for listener in self._listeners:
-                    nursery.start_soon(self._accept, listener, nursery)
-                for each in urls:
-                    self._announce(f"listening on {each}")
-                task_status.started(urls)
-                if signals:
+            # Signals are received from before the first line is printed: whoever waits for it may send one at once.
+            with trio.open_signal_receiver(*numbers) if numbers else contextlib.nullcontext() as received:
+                async with trio.open_nursery() as nursery:
+                    for listener in self._listeners:
+                        nursery.start_soon(self._accept, listener, nursery)
+                    for each in urls:
+                        self._announce(f"listening on {each}")
+                    task_status.started(urls)
                     nursery.start_soon(self._load, nursery)
-                    status = await self._until_signal()
-                else:
-                    await self._load(nursery)
-                    await trio.sleep_forever()
-                nursery.cancel_scope.cancel(reason="shutdown is complete")
+                    if received is None:
+                        await trio.sleep_forever()
+                    else:
+                        status = await self._wait_for_signal(received)
+                    nursery.cancel_scope.cancel(reason="shutdown is complete")
         finally:
             self._close_listeners()
         return status
@@ -135,10 +143,6 @@ class Server:
         self.loading = False
         self.routes.loaded()
         self._announce("ready")
-
-    async def _until_signal(self) -> int:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
-            return await self._wait_for_signal(received)
 
     async def _wait_for_signal(self, received: AsyncIterator[int]) -> int:
         number = await anext(aiter(received))
@@ -158,8 +162,11 @@ class Server:
         self._accepting.cancel(reason="shutdown")
         self._close_listeners()
         for connection, scope in self._connections.items():
-            if connection.state is State.IDLE:
-                scope.cancel(reason="shutdown: idle")
+            if connection.state in (State.HEAD, State.LINGERING):
+                # Nothing that has been promised is left to do there: what will have come by then is answered.
+                scope.deadline = trio.current_time() + END_SECONDS
+            elif connection.idle:
+                self._dismiss(connection)
         with trio.move_on_after(self.config.grace if grace is None else grace):
             await self._until_empty()
         for exchange, _ in list(self.routes.live.values()):
@@ -221,14 +228,12 @@ class Server:
             await self._refuse(transport)
             return
         connection = Http11Connection(transport, self.config)
-        with trio.CancelScope() as scope:
+        # Accepted just before the listeners were closed: it gets a moment to be told.
+        deadline = trio.current_time() + END_SECONDS if self.routes.closing else math.inf
+        with trio.CancelScope(deadline=deadline) as scope:
             self._connections[connection] = scope
             try:
-                if self._tls is not None:
-                    with trio.fail_after(self.config.header_timeout):
-                        tls = TlsTransport(transport, self._tls)
-                        await tls.handshake()
-                        connection.transport = tls
+                await self._secure(connection)
                 await self._requests(connection)
             except (ConnectionLost, PeerStalled, trio.TooSlowError):
                 connection.abort()
@@ -241,6 +246,16 @@ class Server:
                     await connection.close()
                 if not self._connections:
                     self._empty.set()
+
+    async def _secure(self, connection: Http11Connection) -> None:
+        """TLS, where it is spoken here. Raises ConnectionLost or TooSlowError."""
+        if self._tls is not None:
+            tls = TlsTransport(connection.transport, self._tls)
+            connection.state = State.HANDSHAKE
+            with trio.fail_after(self.config.header_timeout):
+                await tls.handshake()
+            connection.transport = tls
+            connection.state = State.IDLE
 
     async def _requests(self, connection: Http11Connection) -> None:
         """The keep-alive loop."""
@@ -255,18 +270,25 @@ class Server:
             await self.routes.answer(connection, request)
             if not connection.next_cycle():
                 if connection.unread:
-                    await connection.linger()
+                    with trio.move_on_after(END_SECONDS if self.routes.closing else math.inf):
+                        await connection.linger()
+                return
+            if self.routes.closing and not connection.pipelined:
                 return
 
     def _make_room(self) -> bool:
         if len(self._connections) < self.config.max_connections:
             return True
-        idle = [each for each in self._connections if each.state is State.IDLE and not self._connections[each].cancel_called]
-        if not idle:
+        longest = min((each for each in self._connections if each.idle), key=lambda each: each.idle_since, default=None)
+        if longest is None:
             return False
-        longest = min(idle, key=lambda each: each.idle_since)
-        self._connections[longest].cancel(reason="making room for a new connection")
+        self._dismiss(longest)
         return True
+
+    def _dismiss(self, connection: Http11Connection) -> None:
+        """Ends an idle connection. In the TLS handshake nothing can be lost by it; later a request that has just come is served."""
+        if not connection.hang_up():
+            self._connections[connection].cancel(reason="dismissed in the TLS handshake")
 
     async def _refuse(self, transport: Transport) -> None:
         connection = Http11Connection(transport, self.config)
@@ -276,8 +298,9 @@ class Server:
         self._refusing += 1
         try:
             with trio.move_on_after(END_SECONDS):
+                await self._secure(connection)
                 await self.routes.malformed(connection, NotReady("Too many connections.", code="too_many_connections"))
-        except (ConnectionLost, PeerStalled):
+        except (ConnectionLost, PeerStalled, trio.TooSlowError):
             pass
         finally:
             self._refusing -= 1

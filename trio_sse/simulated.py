@@ -34,8 +34,8 @@ class SimulatedPeer:
     Attributes:
       received: what the client has read.
       reading: whether it reads everything as it comes; set by :meth:`stall` and :meth:`resume`.
-      ended: the server has closed in an orderly way.
-      aborted: the server has reset the connection.
+      ended: the server has said end of file.
+      aborted: the server has reset the connection, be it after end of file.
     """
 
     def __init__(self, transport: SimulatedTransport, window: int) -> None:
@@ -118,9 +118,9 @@ class SimulatedPeer:
         return len(taken)
 
     def gone(self, *, aborted: bool) -> None:
-        if not (self.ended or self.aborted):
+        if not self.aborted and (aborted or not self.ended):
             self.aborted = aborted
-            self.ended = not aborted
+            self.ended = self.ended or not aborted
             self._news.unpark_all()
 
 
@@ -215,5 +215,6 @@ class SimulatedTransport(Transport):
         if not self._closed:
             self._closed = True
             self._rest = b""
-            self.client.gone(aborted=aborted)
+            # As a kernel does: unread bytes turn a close into a reset.
+            self.client.gone(aborted=aborted or bool(self._incoming))
             self.wake()

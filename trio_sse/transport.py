@@ -159,7 +159,10 @@ class SocketTransport(Transport):
             with trio.move_on_after(timeout) as scope:
                 taken = 0
                 while taken == 0:  # "writable" may turn out to be no room for even one byte: the clock runs on
-                    await trio.lowlevel.wait_writable(self._sock)
+                    try:
+                        await trio.lowlevel.wait_writable(self._sock)
+                    except trio.ClosedResourceError:
+                        raise ConnectionLost("closed") from None
                     taken = self._send_rest()
             if scope.cancelled_caught:
                 raise PeerStalled
@@ -201,7 +204,11 @@ class SocketTransport(Transport):
     async def wait_gone(self) -> None:
         if not hasattr(select, "epoll"):
             await trio.sleep_forever()
-        with select.epoll() as watch:
+        try:
+            watch = select.epoll()
+        except OSError:  # out of descriptors: the next probe's failing write will tell
+            await trio.sleep_forever()
+        with watch:
             watch.register(self._sock.fileno(), 0)  # no event asked for: errors and hang-ups are reported all the same
             await trio.lowlevel.wait_readable(watch.fileno())
 
