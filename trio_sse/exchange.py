@@ -143,6 +143,7 @@ class Exchange:
         """Pronounces the verdict, unless there is one. Synchronous; may be called by any task."""
         if self.record.reach(outcome, witness):
             self._serving.cancel(reason=f"{outcome}: {witness}")
+            self._let_go()  # at once, not when the writer wakes: an event that falls due in between would be work for nobody
 
     # ---- Monitor ----
 
