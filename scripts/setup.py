@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -65,6 +66,8 @@ def set_up(extras: set[str]) -> None:
     began = time.monotonic()
     reason = venv_fault()
     if reason:
+        if importlib.util.find_spec("ensurepip") is None:
+            sys.exit(f"setup: {sys.executable} cannot make environments; on Debian and Ubuntu: apt install python3-venv")
         say(f"making .venv with Python {sys.version.split()[0]} ({reason})")
         run(sys.executable, "-m", "venv", "--clear", str(VENV))
     else:
