@@ -80,8 +80,6 @@ class ScriptedBackend(Backend):
                 # A reader that holds us up moves the rest back: what was missed is not made up for in a burst.
                 due = max(due + script.interval_ms / 1000, trio.current_time())
                 await trio.sleep_until(due)
-                # A verdict that falls together with the end of the sleep has not reached us yet.
-                await trio.lowlevel.checkpoint_if_cancelled()
             self.steps += 1
             event = _event(script, number)
             if script.interval_ms or number % _BURST == 0:
