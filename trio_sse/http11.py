@@ -54,6 +54,7 @@ _RECEIVE = 65536
 _ANY_HEAD = b"HTTP/1.1 "
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_HEAD_END = re.compile(rb"\n\r?\n")
 _FOLDED = re.compile(rb"\n[ \t]")
 _AUTHORITY = re.compile(rb"\Ahttps?://[^/?]*(?=[/?]|\Z)", re.IGNORECASE)
 # RFC 3986: a registered name or IPv4 address, or a bracketed IPv6 or future literal; then perhaps a port.
@@ -167,6 +168,7 @@ class Http11Connection:
     async def _read_head(self) -> Request | None:
         while True:
             raw = self._h11.trailing_data[0]
+            head = _head_of(raw, self._config.max_header)
             try:
                 event = self._h11.next_event()
             except h11.RemoteProtocolError as error:
@@ -174,8 +176,7 @@ class Http11Connection:
             if isinstance(event, h11.Request):
                 self._first = False
                 self._head_only = event.method == b"HEAD"  # before the checks: their refusal is an answer to HEAD too
-                left = len(self._h11.trailing_data[0])
-                _check_head(event, raw[: len(raw) - left] if left else raw, self._config.max_header)
+                _check_head(event, head)
                 request = Request(event)
                 self._length = int(request.get(b"content-length") or 0)
                 self._bodyless = self._length == 0 and request.get(b"transfer-encoding") is None
@@ -378,10 +379,21 @@ def _refusal(error: h11.RemoteProtocolError) -> HttpError:
     return BadRequest("The request is not well-formed HTTP.", code="malformed_http")
 
 
-def _check_head(head: h11.Request, raw: bytes, max_header: int) -> None:
+def _head_of(raw: bytes, limit: int) -> bytes:
+    """The head that ``raw`` begins with, as far as it has come. Raises HeadTooLarge.
+
+    h11 looks at the length of an incomplete head only, and at that of a complete one never: which of its refusals a long and
+    malformed head meets would depend on how its bytes were cut. So the length is looked at first, however much has come.
+    """
+    end = _HEAD_END.search(raw)
+    head = raw[: end.end()] if end else raw
+    if len(head) > limit and head[0] > 0x20:  # h11 refuses what begins with a control character or a space by its first byte
+        raise HeadTooLarge(f"The request's head is longer than {limit} bytes.")
+    return head
+
+
+def _check_head(head: h11.Request, raw: bytes) -> None:
     """What h11 0.16 lets through and we do not. ``raw`` is the head as it came."""
-    if len(raw) > max_header:
-        raise HeadTooLarge(f"The request's head is longer than {max_header} bytes.")
     if head.http_version not in (b"1.1", b"1.0"):
         raise BadRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.", code="malformed_http")
     if _FOLDED.search(raw):
