@@ -302,6 +302,24 @@ async def test_s03_heartbeat_0_is_none(nursery: trio.Nursery, autojump_clock: Mo
     assert b": hb" not in (await call(stage, CHAT, stream=True)).body
 
 
+@both
+async def test_s04_heartbeats_never_land_inside_an_event(path: str, nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    # The window is smaller than an event and the reader slow, so a comment falls due in the middle of nearly every write.
+    stage = Stage(nursery, script=Script(events=60, size=3000, interval_ms=35), heartbeat=0.01, window=2000)
+    peer = stage.connect()
+    peer.stall()
+    peer.send(post(path, body(path, stream=True, max_tokens=60)))
+    while b"[DONE]" not in peer.received:
+        await trio.sleep(0.005)
+        peer.read(700)
+    peer.resume()
+    answer = await peer_answer(peer)
+    texts = [text_of([chunk]) for chunk in chunks(answer.body)]
+    assert [text for text in texts if text] == [(f"w{n} " * 3000)[:3000] for n in range(1, 61)]
+    assert answer.body.count(b"\n: hb\n") > 20, "there were heartbeats between the events"
+    await stage.settled()
+
+
 # --- L01, L03, S21: a chat client that leaves ---
 
 
