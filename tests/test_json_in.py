@@ -155,6 +155,10 @@ def test_refusal_of_a_body_that_is_no_json_object(body: bytes) -> None:
     assert refusal(body).param is None
 
 
+def test_a_byte_order_mark_is_named() -> None:
+    assert "byte order mark" in refusal(b"\xef\xbb\xbf{}").message
+
+
 def test_what_is_accepted() -> None:
     body = decode(
         b' {"items":[{"role":"a","content":null,"extra":{}}],"count":256,"wide":-9223372036854775808,"heat":1,"free":-0.0,'
