@@ -343,6 +343,8 @@ class Http11Connection:
     @property
     def unread(self) -> bool:
         """Whether the client may still be sending, so that a plain close could destroy what it has not read yet."""
+        if self.state is State.LINGERING:
+            return False  # that has been seen to
         complete = self._h11.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
         return not self._eof and (self._ahead > 0 or self.pipelined or not complete)
 
