@@ -96,6 +96,9 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> tuple[mmap.mmap | No
         return None, torch.zeros(shape, dtype=torch.float32, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
     memory = mmap.mmap(-1, math.prod(shape) * 4, flags=flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A sequence's first token touches every head of every layer. With pages of 2 MiB that would fill the whole room.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory, torch.frombuffer(memory, dtype=torch.float32).view(shape)
 
 
