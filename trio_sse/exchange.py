@@ -234,8 +234,11 @@ class Exchange:
 
     async def _send_end(self) -> None:
         """The channel has ended: the last frames if all is well; else the verdict, and the goodbye tells why."""
+        if self.record.outcome is not None:
+            return  # reached while this task was about to run: its cancellation waits for our next checkpoint, and so must the end
         finish = self._writer.finish
         if self._failure is None and finish is None:
+            await trio.lowlevel.checkpoint_if_cancelled()  # from outside, and the producer was the first to learn
             self._fail(RuntimeError("the backend returned without Finish"))
         if self._failure is not None:
             refused = (self._failure.status < 500 or self._failure.status == 503) and not self._writer.head_sent

@@ -138,7 +138,9 @@ class Http11Connection:
         """
         deadline = trio.current_time() + (self._config.header_timeout if self._first else self._config.keep_alive)
         buffered = self.pipelined
-        if not buffered:
+        if buffered:
+            await trio.lowlevel.checkpoint()  # small answers have none: a client that pipelines them must let the others have their turn
+        else:
             with trio.CancelScope(deadline=deadline) as self._idle:
                 await self._receive()
             self._idle = None
@@ -311,10 +313,9 @@ class Http11Connection:
             await self.transport.flush(self._config.write_timeout)
 
     async def respond(self, status: int, headers: Headers, body: bytes, *, close: bool = False) -> None:
-        """One whole response."""
+        """One whole response. Once the kernel has taken it there is no checkpoint: nothing can come between it and its account."""
         headers = [*headers, (b"Content-Length", b"%d" % len(body))] if status != 204 else headers
         await self.send(self.head(status, headers, close=close) + self.data(body) + self.end())
-        await trio.lowlevel.checkpoint()
 
     async def refuse(self, error: HttpError, headers: Headers) -> None:
         """Answers a request that was not read to its end, and closes so that the answer arrives."""

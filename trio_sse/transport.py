@@ -163,6 +163,7 @@ class SocketTransport(Transport):
                         await trio.lowlevel.wait_writable(self._sock)
                     except trio.ClosedResourceError:
                         raise ConnectionLost("closed") from None
+                    await trio.lowlevel.checkpoint_if_cancelled()  # by what came in the same moment: no more is sent then
                     taken = self._send_rest()
             if scope.cancelled_caught:
                 raise PeerStalled
