@@ -1,0 +1,267 @@
+"""The other servers of the benchmark: ``python peers.py SERVER PORT``. Each serves workload.py's modes in the way its own manual shows.
+
+    uvicorn             Starlette's StreamingResponse on uvicorn with uvloop and httptools
+    sse-starlette       the same with sse-starlette's EventSourceResponse
+    uvicorn-h11         the first on uvicorn's h11
+    hypercorn-trio      the first on hypercorn's trio worker
+    aiohttp             aiohttp's StreamResponse on uvloop
+    granian             the first on granian
+    raw                 a uvloop protocol that writes what it has formatted beforehand: the limit, not a server
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import sniffio
+from workload import DONE, DRAIN_EVENTS, HEALTH, PACED_EVENTS, Ticks, frame, text
+
+SERVERS = ("uvicorn", "sse-starlette", "uvicorn-h11", "hypercorn-trio", "aiohttp", "granian", "raw")
+
+
+class Engine:
+    """As backend.py's, for asyncio: one task feeds a queue per stream."""
+
+    def __init__(self, staggered: bool) -> None:
+        self._staggered = staggered
+        self._phases: list[dict[Any, None]] = [{} for _ in range(Ticks(staggered).phases)]
+        self._number = 0
+        self._task: Any = None
+
+    def _tick(self, queues: dict[Any, None], label: str) -> None:
+        for queue in list(queues):
+            queue.put_nowait(label)
+
+    async def _run(self) -> None:
+        import asyncio
+
+        ticks = Ticks(self._staggered)
+        while any(self._phases):
+            due = ticks.next_due()
+            await asyncio.sleep(max(0, due - time.monotonic()))
+            self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
+        self._task = None
+
+    def enter(self) -> tuple[Any, dict[Any, None]]:
+        import asyncio
+
+        self._number += 1
+        phase = self._phases[self._number % len(self._phases)]
+        queue: Any = asyncio.Queue()
+        phase[queue] = None
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return queue, phase
+
+
+class TrioEngine(Engine):
+    """The same under trio, whose channels stand in for the queues."""
+
+    async def _run(self) -> None:
+        import trio
+
+        ticks = Ticks(self._staggered)
+        while any(self._phases):
+            due = ticks.next_due()
+            await trio.sleep(max(0, due - time.monotonic()))
+            self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
+        self._task = None
+
+    def enter(self) -> tuple[Any, dict[Any, None]]:
+        import trio
+
+        self._number += 1
+        phase = self._phases[self._number % len(self._phases)]
+        send, receive = trio.open_memory_channel[str](math.inf)
+        queue = _TrioQueue(send, receive)
+        phase[queue] = None
+        if self._task is None:
+            self._task = trio.lowlevel.spawn_system_task(self._run)
+        return queue, phase
+
+
+class _TrioQueue:
+    def __init__(self, send: Any, receive: Any) -> None:
+        self.put_nowait = send.send_nowait
+        self.get = receive.receive
+
+
+_engines: dict[str, Engine] = {}
+
+
+async def texts(mode: str) -> AsyncIterator[str]:
+    """The events' texts of one answer."""
+    if mode in ("aligned", "staggered"):
+        if mode not in _engines:
+            kind = TrioEngine if sniffio.current_async_library() == "trio" else Engine
+            _engines[mode] = kind(mode == "staggered")
+        queue, phase = _engines[mode].enter()
+        try:
+            for _ in range(PACED_EVENTS):
+                yield await queue.get()
+        finally:
+            del phase[queue]
+        return
+    if mode == "idle":
+        yield text(0)
+        await _pause(3600)
+    for number in range(DRAIN_EVENTS):
+        if mode == "yield":
+            await _pause(0)
+        yield text(number)
+
+
+async def _pause(seconds: float) -> None:
+    if sniffio.current_async_library() == "trio":
+        import trio
+
+        await trio.sleep(seconds)
+    else:
+        import asyncio
+
+        await asyncio.sleep(seconds)
+
+
+async def frames(mode: str) -> AsyncIterator[bytes]:
+    async for each in texts(mode):
+        yield frame(each)
+    yield DONE
+
+
+def asgi_app(server: str) -> Any:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+
+    async def generate(request: Request) -> Response:
+        mode = json.loads(await request.body())["prompt"]
+        if server == "sse-starlette":
+            from sse_starlette import EventSourceResponse
+
+            return EventSourceResponse(_events(mode), sep="\n")
+        return StreamingResponse(frames(mode), media_type="text/event-stream")
+
+    async def health(_: Request) -> Response:
+        return Response(HEALTH, media_type="application/json")
+
+    return Starlette(routes=[Route("/generate", generate, methods=["POST"]), Route("/healthz", health)])
+
+
+async def _events(mode: str) -> AsyncIterator[dict[str, str]]:
+    encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+    async for each in texts(mode):
+        yield {"data": '{"token":%s}' % encode(each)}
+    yield {"data": "[DONE]"}
+
+
+def serve_uvicorn(server: str, port: int) -> None:
+    import uvicorn
+
+    http = "h11" if server == "uvicorn-h11" else "httptools"
+    uvicorn.run(asgi_app(server), port=port, http=http, loop="uvloop", log_level="error", access_log=False)
+
+
+def serve_hypercorn(server: str, port: int) -> None:
+    import trio
+    from hypercorn.config import Config
+    from hypercorn.trio import serve
+
+    config = Config()
+    config.bind = [f"127.0.0.1:{port}"]
+    config.loglevel = "ERROR"
+    trio.run(serve, asgi_app(server), config)
+
+
+def serve_granian(port: int) -> None:
+    from granian import Granian
+    from granian.constants import Interfaces, Loops
+
+    Granian("peers:granian_app", port=port, interface=Interfaces.ASGI, workers=1, loop=Loops.uvloop, backlog=4096, backpressure=5000, log_enabled=False, factory=True).serve()
+
+
+def granian_app() -> Any:
+    return asgi_app("granian")
+
+
+def serve_aiohttp(port: int) -> None:
+    import uvloop
+    from aiohttp import web
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        mode = json.loads(await request.read())["prompt"]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        async for each in frames(mode):
+            await response.write(each)
+        await response.write_eof()
+        return response
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(body=HEALTH, content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate), web.get("/healthz", health)])
+    uvloop.install()
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+def serve_raw(port: int) -> None:
+    import asyncio
+
+    import uvloop
+
+    def chunk(data: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(data), data)
+
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    drain = head + b"".join(chunk(frame(text(n))) for n in range(DRAIN_EVENTS)) + chunk(DONE) + b"0\r\n\r\n"
+    health = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(HEALTH), HEALTH)
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            if data.startswith(b"GET"):
+                self.transport.write(health)
+                return
+            mode = json.loads(data.partition(b"\r\n\r\n")[2])["prompt"]
+            if mode == "drain":
+                self.transport.write(drain)
+            else:
+                self.transport.write(head)
+                self.task = asyncio.create_task(self.stream(mode))
+
+        async def stream(self, mode: str) -> None:
+            async for each in frames(mode):
+                self.transport.write(chunk(each))
+            self.transport.write(b"0\r\n\r\n")
+
+    async def main() -> None:
+        server = await asyncio.get_running_loop().create_server(Protocol, "127.0.0.1", port, backlog=2048)
+        await server.serve_forever()
+
+    uvloop.run(main())
+
+
+def main(server: str, port: int) -> None:
+    if server in ("uvicorn", "uvicorn-h11", "sse-starlette"):
+        serve_uvicorn(server, port)
+    elif server == "hypercorn-trio":
+        serve_hypercorn(server, port)
+    elif server == "aiohttp":
+        serve_aiohttp(port)
+    elif server == "granian":
+        serve_granian(port)
+    else:
+        serve_raw(port)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
