@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,7 @@ class LiveStage(Stage):
     """:class:`Stage` with real listeners, on the real clock. ``address`` is where it listens."""
 
     address: tuple[str, int]
+    streams: list[trio.SocketStream]
 
     async def listen(self) -> None:
         urls = await self.nursery.start(partial(self.server.run, signals=False))
@@ -148,21 +149,23 @@ class LiveStage(Stage):
         sock = tcp(self.address, receive_buffer=receive_buffer)
         sock.setblocking(False)
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        self.streams.append(stream)
         if data:
             await stream.send_all(data)
         return stream
 
+    async def wait_until(self, true: Callable[[], bool]) -> None:
+        with trio.fail_after(PATIENCE):
+            while not true():  # noqa: ASYNC110  (the server has no event for the convenience of tests)
+                await trio.sleep(0.005)
+
     async def wait_outcomes(self, count: int) -> list[Outcome | None]:
         """Waits until ``count`` requests have been closed."""
-        with trio.fail_after(PATIENCE):
-            while len(self.records) < count:  # noqa: ASYNC110  (the server has no event for the convenience of tests)
-                await trio.sleep(0.005)
+        await self.wait_until(lambda: len(self.records) >= count)
         return self.outcomes
 
     async def wait_connections(self, count: int = 0) -> None:
-        with trio.fail_after(PATIENCE):
-            while len(self.server._connections) != count:  # noqa: ASYNC110
-                await trio.sleep(0.005)
+        await self.wait_until(lambda: len(self.server._connections) == count)
 
 
 @asynccontextmanager
@@ -170,6 +173,11 @@ async def live(**options: object) -> AsyncIterator[LiveStage]:
     """A :class:`LiveStage` on a free loopback port for the length of the block."""
     async with trio.open_nursery() as nursery:
         stage = LiveStage(nursery, **{"port": 0, **options})  # type: ignore[arg-type]
+        stage.streams = []
         await stage.listen()
-        yield stage
+        try:
+            yield stage
+        finally:
+            for stream in stage.streams:
+                stream.socket.close()
         nursery.cancel_scope.cancel(reason="the test is over")
