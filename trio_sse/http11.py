@@ -115,11 +115,14 @@ class Http11Connection:
         self.idle_since = trio.current_time()
         self._config = config
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=config.max_header)
+        self._request: Request | None = None
         self._first = True
         self._must_close = False
         self._eof = False
         self._probed = 0  # bytes of _ANY_HEAD that are already on their way
         self._head_only = False
+        self._version = b"1.1"
+        self._chunked = False
         self._ahead = 0  # bytes that have come before their time
         self._length = 0  # the body's declared length
         self._bodyless = True
@@ -137,8 +140,7 @@ class Http11Connection:
         Cancellation: the request's bytes are lost. To end an idle connection and no other, call :meth:`hang_up`.
         """
         deadline = trio.current_time() + (self._config.header_timeout if self._first else self._config.keep_alive)
-        buffered = self.pipelined
-        if buffered:
+        if self.pipelined:
             await trio.lowlevel.checkpoint()  # small answers have none: a client that pipelines them must let the others have their turn
         else:
             with trio.CancelScope(deadline=deadline) as self._idle:
@@ -148,17 +150,22 @@ class Http11Connection:
                 return None
         self.state = State.HEAD
         self.idle = False
-        if not self._first or buffered:
+        if self._take_head():  # most heads come in one piece, and a deadline costs as much as parsing a header
+            return self._request
+        if not self._first:
             deadline = trio.current_time() + self._config.header_timeout
         with trio.move_on_at(deadline):
-            return await self._read_head()
+            while True:
+                await self._receive()
+                if self._take_head():
+                    return self._request
         raise RequestTimeout("The request's head did not arrive in time.")
 
     def hang_up(self) -> bool:
         """Ends the connection if it is waiting for a request's first byte; says whether it was. A request that has come is served."""
+        self.idle = False
         if self._idle is None:
             return False
-        self.idle = False
         self._idle.cancel(reason="hung up")
         return True
 
@@ -167,26 +174,25 @@ class Http11Connection:
         """Whether bytes of another request are here already."""
         return bool(self._h11.trailing_data[0])
 
-    async def _read_head(self) -> Request | None:
-        while True:
-            raw = self._h11.trailing_data[0]
-            head = _head_of(raw, self._config.max_header)
-            try:
-                event = self._h11.next_event()
-            except h11.RemoteProtocolError as error:
-                raise _refusal(error) from None
-            if isinstance(event, h11.Request):
-                self._first = False
-                self._head_only = event.method == b"HEAD"  # before the checks: their refusal is an answer to HEAD too
-                _check_head(event, head)
-                request = Request(event)
-                self._length = int(request.get(b"content-length") or 0)
-                self._bodyless = self._length == 0 and request.get(b"transfer-encoding") is None
-                self.state = State.BODY
-                return request
-            if isinstance(event, h11.ConnectionClosed):
-                return None
-            await self._receive()
+    def _take_head(self) -> bool:
+        """Whether what is here is enough to know ``_request``: a request, or None for the connection's end."""
+        head = _head_of(self._h11.trailing_data[0], self._config.max_header)
+        try:
+            event = self._h11.next_event()
+        except h11.RemoteProtocolError as error:
+            raise _refusal(error) from None
+        if isinstance(event, h11.Request):
+            self._first = False
+            self._version = event.http_version
+            self._head_only = event.method == b"HEAD"  # before the checks: their refusal is an answer to HEAD too
+            _check_head(event, head)
+            self._request = request = Request(event)
+            self._length = int(request.get(b"content-length") or 0)
+            self._bodyless = self._length == 0 and request.get(b"transfer-encoding") is None
+            self.state = State.BODY
+            return True
+        self._request = None
+        return isinstance(event, h11.ConnectionClosed)
 
     async def _receive(self) -> None:
         data = await self.transport.receive(_RECEIVE)
@@ -209,15 +215,24 @@ class Http11Connection:
           ConnectionLost: the peer is gone, or has stopped sending in the middle.
         """
         self.check_length(limit)
-        with trio.move_on_after(self._config.body_timeout):
-            body = await self._read_body(limit)
-            self.state = State.RESPONDING
-            return body
-        raise RequestTimeout("The request's body did not arrive in time.")
+        body = bytearray()
+        if not self._take_body(body, limit):
+            with trio.move_on_after(self._config.body_timeout) as patience:
+                await self._receive_body(body, limit)
+            if patience.cancelled_caught:
+                raise RequestTimeout("The request's body did not arrive in time.")
+        self.state = State.RESPONDING
+        return bytes(body)
 
-    async def _read_body(self, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size = 0
+    async def _receive_body(self, body: bytearray, limit: int) -> None:
+        if self.waits_for_continue:
+            await self.send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
+        await self._receive()
+        while not self._take_body(body, limit):
+            await self._receive()
+
+    def _take_body(self, body: bytearray, limit: int) -> bool:
+        """Moves what is here of the body into ``body``; says whether that was its end."""
         while True:
             try:
                 event = self._h11.next_event()
@@ -226,17 +241,11 @@ class Http11Connection:
                     raise ConnectionLost("eof_in_body") from None
                 raise _refusal(error) from None
             if isinstance(event, h11.Data):
-                size += len(event.data)
-                if size > limit:
+                body += event.data
+                if len(body) > limit:
                     raise BodyTooLarge(f"The request's body is longer than {limit} bytes.")
-                parts.append(bytes(event.data))
-            elif isinstance(event, h11.EndOfMessage):
-                return b"".join(parts)
             else:
-                if self.waits_for_continue:
-                    self.transport.write(self._h11.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
-                    await self.transport.flush(self._config.write_timeout)
-                await self._receive()
+                return isinstance(event, h11.EndOfMessage)
 
     def take_no_body(self) -> bool:
         """Whether the request is complete, or has no body and is complete with this call. Does not wait.
@@ -281,6 +290,7 @@ class Http11Connection:
             headers = [*headers, (b"Connection", b"close")]
         response = h11.Response(status_code=status, headers=[(b"Date", _date()), *headers], reason=_REASONS.get(status, b""))
         raw = self._h11.send(response)
+        self._chunked = self._version == b"1.1" and not self._head_only and not any(name == b"Content-Length" for name, _ in headers)
         self.state = State.RESPONDING
         return raw[self._probed :]
 
@@ -288,6 +298,10 @@ class Http11Connection:
         """``body`` framed as the head announced it: one chunk, or plain."""
         if self._head_only or not body:
             return b""
+        if self._chunked:
+            # What h11 would make of it, at a tenth of the price. The state stays h11's: it begins and ends the body, and a chunk
+            # changes nothing in between.
+            return b"%x\r\n%b\r\n" % (len(body), body)
         return self._h11.send(h11.Data(data=body))
 
     def end(self) -> bytes:

@@ -19,6 +19,7 @@ class Certificates:
     server: ssl.SSLContext
     client: ssl.SSLContext
     leaf: trustme.LeafCert
+    authority: trustme.CA
 
     def write(self, folder: Path) -> tuple[str, str]:
         certificate, key = folder / "certificate.pem", folder / "key.pem"
@@ -35,4 +36,4 @@ def certificates() -> Certificates:
     leaf.configure_cert(server)
     client = ssl.create_default_context()
     authority.configure_trust(client)
-    return Certificates(server, client, leaf)
+    return Certificates(server, client, leaf, authority)
