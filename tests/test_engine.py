@@ -88,7 +88,7 @@ class Job:
         return [type(event).__name__ for event in self.events]
 
     def marks(self, *kinds: str) -> list[tuple[str | int | None, ...]]:
-        return [(mark[0], *mark[2:]) for mark in self.record.marks or () if mark[0] in kinds]
+        return [(mark[0], *mark[2:]) for mark in self.record.marks if mark[0] in kinds]
 
     def assert_complete(self) -> None:
         assert self.error is None

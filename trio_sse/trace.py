@@ -75,6 +75,8 @@ LANES = ("client", "monitor", "producer", "channel", "writer", "socket", "model"
 # Upper bounds, in seconds, of the inter-token histogram that every record carries: vLLM's own.
 GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _GAP_BUCKETS_NS = tuple(int(bound * 1e9) for bound in GAP_BUCKETS)
+_SHORTEST_NS = _GAP_BUCKETS_NS[0]
+_VALUES: dict[str | int | None, int] = {kind: len(names) for kind, (_, names) in MARKS.items()}
 
 
 class Record:
@@ -92,11 +94,41 @@ class Record:
     """
 
     __slots__ = (
-        "_clock", "bytes_sent", "channel_peak", "code", "enqueue_wait_ns", "events_after_verdict",
-        "events_discarded", "events_produced", "events_sent", "gap_counts", "gap_sum_ns", "largest_write", "marks",
-        "marks_dropped", "method", "outcome", "prompt_tokens", "request_id", "route", "status", "t_ended", "t_first_token",
-        "t_last_token", "t_released", "t_request", "t_started", "t_verdict", "terminal_events", "tokens_after_verdict",
-        "tokens_generated", "tokens_sent", "witness", "write_stall_ns",
+        "_clock",
+        "_flat",
+        "bytes_sent",
+        "channel_peak",
+        "code",
+        "enqueue_wait_ns",
+        "events_after_verdict",
+        "events_discarded",
+        "events_produced",
+        "events_sent",
+        "gap_counts",
+        "gap_sum_ns",
+        "largest_write",
+        "marks_dropped",
+        "marks_kept",
+        "method",
+        "outcome",
+        "prompt_tokens",
+        "request_id",
+        "route",
+        "status",
+        "t_ended",
+        "t_first_token",
+        "t_last_token",
+        "t_released",
+        "t_request",
+        "t_started",
+        "t_verdict",
+        "terminal_events",
+        "tokens_after_verdict",
+        "tokens_generated",
+        "tokens_sent",
+        "tracing",
+        "witness",
+        "write_stall_ns",
     )  # fmt: skip
 
     def __init__(
@@ -112,7 +144,9 @@ class Record:
         self.route = route
         self.method = method
         self._clock = clock
-        self.marks: list[Mark] | None = [] if marks else None
+        self.tracing = marks
+        self.marks_kept = 0
+        self._flat: list[str | int | None] = []
         self.marks_dropped = 0
         self.outcome: Outcome | None = None
         self.witness: str | None = None
@@ -147,13 +181,24 @@ class Record:
 
     def mark(self, kind: str, *values: str | int | None, at: int | None = None) -> None:
         """Keeps one mark, if marks are kept. ``kind`` and ``values`` are those of :data:`MARKS`."""
-        marks = self.marks
-        if marks is None:
+        if not self.tracing:
             return
-        if len(marks) < MAX_MARKS:
-            marks.append((kind, self._clock() if at is None else at, *values))
+        if self.marks_kept < MAX_MARKS:
+            self.marks_kept += 1
+            # One flat list: a tuple per mark would be one more object for the garbage collector to look at, over and over.
+            self._flat += (kind, self._clock() if at is None else at, *values)
         else:
             self.marks_dropped += 1
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The marks kept, in order."""
+        flat, found, at = self._flat, [], 0
+        while at < len(flat):
+            end = at + 2 + _VALUES[flat[at]]
+            found.append(tuple(flat[at:end]))
+            at = end
+        return found
 
     def started(self) -> None:
         self.t_started = self._clock()
@@ -171,14 +216,14 @@ class Record:
             last = self.t_last_token
             if last is None:
                 self.t_first_token = now
+                self.gap_counts = [0] * (len(GAP_BUCKETS) + 1)
                 self.mark("first_token", at=now)
-            else:
-                if self.gap_counts is None:
-                    self.gap_counts = [0] * (len(GAP_BUCKETS) + 1)
-                self.gap_counts[bisect_left(_GAP_BUCKETS_NS, now - last)] += 1
-                self.gap_sum_ns += now - last
+            elif self.gap_counts is not None:
+                gap = now - last
+                self.gap_counts[0 if gap <= _SHORTEST_NS else bisect_left(_GAP_BUCKETS_NS, gap)] += 1
+                self.gap_sum_ns += gap
             self.t_last_token = now
-        if self.marks is not None:
+        if self.tracing:
             self.mark("produced", self.events_produced, tokens, at=now)
 
     def reach(self, outcome: Outcome, witness: str) -> bool:
@@ -227,7 +272,7 @@ class Record:
 
     def trace(self) -> dict[str, object]:
         """:meth:`summary` with the marks."""
-        return {**self.summary(), "marks": self.marks or [], "marks_dropped": self.marks_dropped}
+        return {**self.summary(), "marks": self.marks, "marks_dropped": self.marks_dropped}
 
 
 _COUNTS = (

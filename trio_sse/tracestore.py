@@ -24,14 +24,14 @@ class TraceStore:
     def add(self, record: Record) -> None:
         self._forget(record.request_id)  # an id may come again once its request has ended
         self._records[record.request_id] = record
-        self._marks += len(record.marks or ())
+        self._marks += record.marks_kept
         while len(self._records) > self._max_traces or (self._marks > self._max_marks and len(self._records) > 1):
             self._forget(next(iter(self._records)))
 
     def _forget(self, request_id: str) -> None:
         record = self._records.pop(request_id, None)
         if record is not None:
-            self._marks -= len(record.marks or ())
+            self._marks -= record.marks_kept
 
     def summaries(self) -> list[dict[str, object]]:
         """Newest first, without marks."""

@@ -24,7 +24,7 @@ from trio_sse.channel import EventChannel
 from trio_sse.config import Config
 from trio_sse.dialects.base import Parsed
 from trio_sse.errors import HttpError
-from trio_sse.events import Event, Finish, Started, Token
+from trio_sse.events import Event, Finish, Started, Token, ToolCall
 from trio_sse.http11 import Headers, Http11Connection
 from trio_sse.sse import MEDIA_TYPE
 from trio_sse.trace import Record
@@ -54,7 +54,7 @@ class ResponseWriter:
     """
 
     __slots__ = (
-        "_answer", "_carry", "_channel", "_config", "_connection", "_doze", "_half_closed", "_headers", "_last_write", "_over",
+        "_answer", "_carried", "_carry", "_channel", "_config", "_connection", "_doze", "_half_closed", "_headers", "_last_write", "_over",
         "_probe_now", "_record", "_stream", "_unaccounted", "finish", "head_sent",
     )  # fmt: skip
 
@@ -71,7 +71,8 @@ class ResponseWriter:
         self._config = config
         self._headers = headers
         self._doze = trio.CancelScope()  # the wait for an event
-        self._carry: tuple[Event, bytes | None] | None = None  # did not fit into the last write, or could not be encoded
+        self._carry: Event | None = None  # did not fit into the last write, or could not be encoded
+        self._carried = b""  # its frame, if it could be
         self._over = False  # the channel has ended
         self._half_closed = False
         self._probe_now = False
@@ -100,12 +101,14 @@ class ResponseWriter:
     async def _send_events(self) -> None:
         """The hot path: one event and all that waits behind it become one write. Returns when the kernel refuses, or at the end."""
         channel, transport = self._channel, self._connection.transport
-        while not self._over:
-            try:
-                event = await channel.receive() if self._carry is None else None
-            except trio.EndOfChannel:
-                self._over = True
-                return
+        while True:
+            event = self._carry
+            if event is None:
+                try:
+                    event = await channel.receive()
+                except trio.EndOfChannel:
+                    self._over = True
+                    return
             data = self._batch(event)
             if data:
                 transport.write(data)
@@ -115,45 +118,37 @@ class ResponseWriter:
 
     def _batch(self, event: Event | None) -> bytes:
         """The frames of ``event`` and of all that is queued behind it, up to one write's size, in one chunk."""
+        take = self._channel.take
         head = b""
         parts: list[bytes] = []
         size = events = tokens = 0
-        frame: bytes | None = None
-        if self._carry is not None:
-            event, frame = self._carry
-            self._carry = None
+        self._carry = None
         while event is not None:
-            if frame is None:
-                try:
-                    frame = self._frame(event)
-                except Exception:
-                    if not parts:
-                        raise
-                    self._carry = (event, None)  # what was encoded before it still goes out; then this comes up again
-                    break
-            if type(event) is Started:
+            kind = type(event)
+            if kind is Started:
                 head = self._stream_head()
+            try:
+                frame = self._carried or self._frame(event)
+            except Exception:
+                if not parts:
+                    raise
+                self._carry = event  # what was encoded before it still goes out; then this comes up again
+                break
+            self._carried = b""
             if size and size + len(frame) > WRITE_LIMIT:
-                self._carry = (event, frame)
+                self._carry, self._carried = event, frame
                 break
             parts.append(frame)
             size += len(frame)
-            if type(event) is Token:
+            if kind is Token:
                 events += 1
-                tokens += event.count
-            elif type(event) is not Started and type(event) is not Finish:
+                tokens += event.count  # type: ignore[union-attr]
+            elif kind is ToolCall:
                 events += 1
-            try:
-                event = self._channel.receive_nowait()
-            except trio.WouldBlock:
-                break
-            except trio.EndOfChannel:
-                self._over = True
-                break
-            frame = None
+            event = take()
         data = head + self._connection.data(b"".join(parts)) if self._stream else b""
         self._unaccounted = (len(data), events, tokens, self._record.now())
-        if self._record.marks is not None and data:
+        if data:
             self._record.mark("frames", events, len(data))
         return data
 
@@ -256,7 +251,7 @@ class ResponseWriter:
         record.write_stall_ns += wait
         if size > record.largest_write:
             record.largest_write = size
-        if record.marks is not None:
+        if record.tracing:
             record.mark("write", size, wait, *self._connection.transport.unsent())
 
     async def _respond(self, status: int, headers: Headers, body: bytes) -> None:

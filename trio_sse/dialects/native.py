@@ -19,7 +19,7 @@ from trio_sse.errors import BadRequest, HttpError
 from trio_sse.events import Event, Finish, GenerationRequest, Token, ToolCall
 from trio_sse.json_in import decode
 from trio_sse.script import Script, ScriptError, parse_script
-from trio_sse.sse import json_text
+from trio_sse.sse import json_string, json_text
 
 __all__ = ["EventsAnswer", "GenerateAnswer", "events_script", "last_event_id", "parse_events", "parse_generate"]
 
@@ -43,7 +43,7 @@ class GenerateAnswer(Answer):
 
     def frames(self, event: Event) -> bytes:
         if type(event) is Token:
-            return b'data: {"token":%s}\n\n' % json_text(event.text).encode() if event.text else b""
+            return b'data: {"token":%b}\n\n' % json_string(event.text).encode() if event.text else b""
         if type(event) is ToolCall:
             return f"event: tool\ndata: {json_text(event.data)}\n\n".encode()
         return b"data: [DONE]\n\n" if type(event) is Finish else b""

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from trio_sse.dialects.base import Answer, AnswerContext
 from trio_sse.errors import HttpError, NotFound
 from trio_sse.events import Event, Finish, Started, Token, TokenLogprob
-from trio_sse.sse import json_text
+from trio_sse.sse import json_string, json_text
 
 __all__ = ["ChatAnswer", "CompletionAnswer", "model_document", "models_document"]
 
@@ -78,7 +78,7 @@ class _Answer(Answer):
             if event.logprobs:
                 return self._chunk(self._choice(event.text, self._encode_logprobs(event.logprobs), None))
             if event.text:
-                return self._before + json_text(event.text).encode("ascii") + self._after
+                return self._before + json_string(event.text).encode("ascii") + self._after
             return b""
         if isinstance(event, Finish):
             usage = _frame({**self._head, "choices": [], "usage": self._counts()}) if self._usage else b""
