@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trio_sse.backends.transformers.backend import TransformersBackend
+
+# Read when torch is loaded. Threads that wait for each other by spinning are a little quicker on idle cores, and ten times slower as
+# soon as anything else (this server's own loop, say) wants one of them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = ["TransformersBackend"]
 

@@ -92,9 +92,9 @@ class CachePool:
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> tuple[mmap.mmap | None, Tensor]:
     """Zeros that take no memory until they are written to, where the system can do that."""
-    if device.type != "cpu" or not hasattr(mmap, "MAP_NORESERVE"):
+    if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
         return None, torch.zeros(shape, dtype=torch.float32, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, math.prod(shape) * 4, flags=flags)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # A sequence's first token touches every head of every layer. With pages of 2 MiB that would fill the whole room.
