@@ -204,6 +204,8 @@ class Exchange:
                 # Must-drain: deaf to the verdict. Its deadline comes with the first cancellation from outside (see run).
                 with trio.CancelScope(shield=True) as self._drain:
                     await self._backend.generate(prepared, self._channel)
+                if self._drain.cancelled_caught:
+                    self.record.mark("cancel_delivered")
         except trio.Cancelled:
             self.record.mark("cancel_delivered")
             raise

@@ -19,7 +19,7 @@ from trio_sse.backends.transformers.engine import Engine
 from trio_sse.backends.transformers.sequence import Sequence
 from trio_sse.backends.transformers.text import TokenStream, Vocabulary
 from trio_sse.channel import EventChannel
-from trio_sse.events import Event, GenerationRequest
+from trio_sse.events import Event, GenerationRequest, Token
 from trio_sse.script import Script
 from trio_sse.trace import Record
 
@@ -47,6 +47,7 @@ class Saboteur(Backend):
         self.works: list[Work] = []
         self.error: BaseException | None = None
         self.stuck = 0.0
+        self.peak = 0  # most at a time
         self.mine: Callable[[Record], bool] = lambda record: True
 
     def disarm(self) -> None:
@@ -55,6 +56,7 @@ class Saboteur(Backend):
     async def generate(self, prepared: Prepared, events: EventChannel) -> None:
         work = Work(events._record, prepared.drain_budget is not None)
         self.works.append(work)
+        self.peak = max(self.peak, sum(not each.ended for each in self.works))
         try:
             await self.work(prepared, events)
             work.finished = True
@@ -82,6 +84,8 @@ class _Tapped(EventChannel):
 
     async def send(self, event: Event) -> None:
         owner = self._owner
+        if type(event) is Token:
+            self._inner.mark("step_begin", 0)
         if owner.mine(self._inner._record):
             if owner.stuck:
                 seconds, owner.stuck = owner.stuck, 0.0
@@ -96,6 +100,7 @@ class _Tapped(EventChannel):
         if self._owner.mine(self._inner._record) and (self._owner.stuck or self._owner.error):
             raise trio.WouldBlock
         self._inner.send_nowait(event)
+        self._inner.mark("step_begin", 0)
 
     def late(self, tokens: int) -> None:
         self._inner.late(tokens)

@@ -31,11 +31,13 @@ def delete(scene: ServerScene) -> None:
     for exchange, _ in list(scene.stage.server.routes.live.values()):
         if scene.mine(exchange.record):
             exchange.stop(Outcome.CANCELLED, "delete")
+            scene.must_end()
 
 
 def cancel_request(scene: ServerScene) -> None:
     if scene.scope is not None:
         scene.scope.cancel()
+        scene.must_end()
 
 
 def cancel_connection(scene: ServerScene) -> None:
@@ -43,10 +45,12 @@ def cancel_connection(scene: ServerScene) -> None:
         transport = connection.transport
         if isinstance(transport, SimulatedTransport) and transport.client is scene.peer:
             scope.cancel()
+            scene.must_end()
 
 
 def cancel_server(scene: ServerScene) -> None:
     scene.house.cancel_scope.cancel()
+    scene.must_end()
 
 
 def shutdown(scene: ServerScene) -> None:
@@ -56,10 +60,12 @@ def shutdown(scene: ServerScene) -> None:
 # The peer
 
 
-def on_peer(act: Callable[[SimulatedPeer], None]) -> Callable[[ServerScene], None]:
+def on_peer(act: Callable[[SimulatedPeer], None], *, ends: bool = False) -> Callable[[ServerScene], None]:
     def strike(scene: ServerScene) -> None:
         if scene.peer is not None and not scene.peer.closed:
             act(scene.peer)
+            if ends:
+                scene.must_end()
 
     return strike
 
@@ -144,9 +150,9 @@ FAULTS: dict[str, Fault] = {
     "cancel_connection": Fault(cancel_connection, (Outcome.SHUTDOWN,)),
     "cancel_server": Fault(cancel_server, (Outcome.SHUTDOWN, Outcome.REJECTED, Outcome.BACKEND_ERROR)),  # a stopping engine refuses
     "shutdown": Fault(shutdown, (Outcome.SHUTDOWN, Outcome.REJECTED)),
-    "fin": Fault(on_peer(SimulatedPeer.close), GONE),
-    "half_close": Fault(on_peer(SimulatedPeer.shutdown_write), GONE),
-    "rst": Fault(on_peer(SimulatedPeer.reset), GONE),
+    "fin": Fault(on_peer(SimulatedPeer.close, ends=True), GONE),
+    "half_close": Fault(on_peer(SimulatedPeer.shutdown_write)),
+    "rst": Fault(on_peer(SimulatedPeer.reset, ends=True), GONE),
     "broken_write": Fault(on_peer(broken_write), GONE),
     "partial_write": Fault(on_peer(partial_write), GONE),
     "stall": Fault(on_peer(stall), (Outcome.CLIENT_STALLED, Outcome.CLIENT_DISCONNECTED)),
@@ -167,5 +173,6 @@ LOGS: dict[str, tuple[str, ...]] = {
     "backend_error": ("backend failed", "request backend_error"),
     "backend_weird_error": ("backend failed", "request backend_error"),
     "backend_refuses": ("request backend_error",),
+    "slow_step": ("abandoned with the process",),  # by a shutdown, which waits a second
     "stuck_step": ("request drain_timed_out", "abandoned with the process", "still waits for its model step"),
 }

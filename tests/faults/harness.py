@@ -179,7 +179,7 @@ def play(make: Callable[[], Scene], *, seed: int = 0, injections: Iterable[Injec
         trio.run(scene.run, instrument.watch, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[instrument])
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: ASYNC103  (a finding, and no trio here)
+    except BaseException as error:  # noqa: ASYNC103, BLE001  (a finding, and no trio here)
         run.error = error
     finally:
         trio_run._ALLOW_DETERMINISTIC_SCHEDULING = before  # type: ignore[misc]

@@ -66,6 +66,7 @@ async def slow_reader(scene: ServerScene) -> None:
     while not (peer.ended or peer.aborted) and peer.received.count(b"0\r\n\r\n") < 1 and not peer.reading:
         await trio.sleep(0.1)
         peer.read(30)
+    await scene.until(1)
 
 
 async def reads_late(scene: ServerScene) -> None:
@@ -123,7 +124,7 @@ _ALL = [
     Scenario("must-drain", asks(GENERATE), script=DRAINS),
     Scenario("must-drain-json", asks(JSON, mark=JSON_END), script=DRAINS),
     Scenario("must-drain-burst", reads_late, script=Script(events=3, cancellation="must_drain"), window=40),
-    Scenario("waiting", waits_for_a_slot),
+    Scenario("waiting", waits_for_a_slot, script=Script(events=3, interval_ms=1000)),
     Scenario("waiting-must-drain", waits_for_a_slot, script=DRAINS),
     Scenario(
         "waiting-too-long",
@@ -137,6 +138,7 @@ _ALL = [
     Scenario("pipelined", asks(GENERATE, SECOND), ("POST", "POST")),
     Scenario("keep-alive", one_by_one, ("POST", "POST")),
     Scenario("heartbeat", asks(GENERATE), script=Script(events=2, interval_ms=200), options={"heartbeat": 0.07}),
+    Scenario("heartbeat-in-prefill", asks(GENERATE), script=Script(events=1, prefill_ms=300), options={"heartbeat": 0.07}),
     Scenario("half-closed", asks(GENERATE, half_close=True), script=SLOW),
     Scenario("error-after-head", asks(GENERATE), script=FAILS, outcomes=frozenset({Outcome.BACKEND_ERROR})),
     Scenario("error-in-json", asks(JSON, mark=b"upstream_failed"), script=FAILS, outcomes=frozenset({Outcome.BACKEND_ERROR})),

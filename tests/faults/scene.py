@@ -8,13 +8,15 @@ The invariants, after each run (:meth:`ServerScene._check`):
 1. It ends within LIMIT virtual seconds.
 2. One record for each request, closed once, with an outcome that the scenario or a fault explains.
 3. No slot is taken, lost or waited for; no exchange, request id, connection, task or deadline is left; no channel is open.
-4. The backend was told at most once that its work is over, exactly once where it was still at work at the verdict, and has ended;
-   at most one token was made after the verdict, and at most one step begun (must-drain work excepted: it can't be told).
-5. The bytes are a prefix of well-formed responses, and what is in them is a prefix of what the run without faults sent. A response
+4. Whoever has gone, or was cancelled, is let go at once: within PROMPT seconds, and what the work is known to need.
+5. The backend was told at most once that its work is over, exactly once where it was still at work at the verdict, and has ended;
+   at most one token was made after the verdict, and at most one step begun. Must-drain work is not told. No more of them at a time
+   than there are slots.
+6. The bytes are a prefix of well-formed responses, and what is in them is a prefix of what the run without faults sent. A response
    that claims to be whole belongs to a completed record, and a completed record has one.
-6. Nothing follows a response that ends the connection.
-7. Nothing unexpected is in the log.
-8. The next request on the same server works, unless the server was told to end.
+7. Nothing follows a response that ends the connection.
+8. Nothing unexpected is in the log.
+9. The next request on the same server works, unless the server was told to end.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from trio_sse.trace import Outcome, Record
 
 __all__ = ["LIMIT", "Scenario", "ServerScene"]
 
+PROMPT = 1.5  # virtual seconds: a half-closed peer is probed once a second
 LIMIT = 120.0  # virtual seconds: write timeout, cancel grace, queue timeout, keep-alive, 30 s of lingering, and the longest script
 OPTIONS = {
     "write_timeout": 5.0, "cancel_grace": 5.0, "keep_alive": 5.0, "queue": 2, "queue_timeout": 10.0, "grace": 1.0, "channel_capacity": 2,
@@ -97,6 +100,7 @@ class ServerScene(Scene):
         self.replies: list[Reply] = []
         self.injected: list[str] = []
         self.peer: SimulatedPeer | None = None
+        self.peers: list[SimulatedPeer] = []
         self.house: trio.Nursery
         self.stage: _Stage
         self.backend: Saboteur
@@ -108,6 +112,8 @@ class ServerScene(Scene):
         self.begun = 0
         self.closed: list[Record] = []  # on the watched connection, in order
         self.log: list[str] = []
+        self._closed_at: dict[int, float] = {}  # by id(record)
+        self._to_end: list[tuple[Record, float]] = []  # what must end soon, and since when
 
     # For clients and faults
 
@@ -122,7 +128,9 @@ class ServerScene(Scene):
             transport, peer = simulated_pair()
             transport.abort()
             return peer
-        return self.stage.connect()
+        peer = self.stage.connect()
+        self.peers.append(peer)
+        return peer
 
     def say(self, data: bytes) -> None:
         """The client sends ``data`` on the watched connection, unless it has ended its side."""
@@ -133,6 +141,10 @@ class ServerScene(Scene):
     def mine(self, record: Record) -> bool:
         """Whether it belongs to the watched connection."""
         return any(each is record for each in self.mine_records)
+
+    def must_end(self) -> None:
+        """From now on the watched connection's exchange has to end soon."""
+        self._to_end += [(record, trio.current_time()) for record in self.mine_records if record.t_ended is None]
 
     async def until(self, count: int, mark: bytes = b"0\r\n\r\n") -> None:
         """Waits until the client has ``count`` times ``mark``, or the connection has ended."""
@@ -183,6 +195,8 @@ class ServerScene(Scene):
                 self._check()
                 await self._ask_again()
             except BaseException:
+                for peer in self.peers:
+                    peer.reset()
                 await dismantle(self.house)  # noqa: ASYNC102  (it has a limit of its own)
                 raise
             outside.cancel_scope.cancel(reason="the scene is over")
@@ -222,6 +236,7 @@ class ServerScene(Scene):
         def noted(record: Record) -> None:
             if _current.get() is self.peer:
                 self.closed.append(record)
+            self._closed_at[id(record)] = trio.current_time()
             finished(record)
 
         served.answer = counted_answer  # type: ignore[method-assign]
@@ -258,10 +273,12 @@ class ServerScene(Scene):
         await self.stage.server.shutdown()
 
     async def _resume_when_told(self) -> None:
-        await self.resuming.wait()
-        await trio.sleep(1)
-        if self.peer is not None:
-            self.peer.resume()
+        while True:
+            await self.resuming.wait()
+            self.resuming = trio.Event()
+            await trio.sleep(1)
+            if self.peer is not None:
+                self.peer.resume()
 
     # The invariants
 
@@ -276,6 +293,7 @@ class ServerScene(Scene):
         assert not stage.server.routes._names
         assert stage.server._refusing == 0
         self._check_backend()
+        self._check_prompt()
         self._check_bytes()
         for line in self.log:
             patterns = [pattern for name in self._explained for pattern in faults.LOGS.get(name, ())]
@@ -297,7 +315,7 @@ class ServerScene(Scene):
         allowed = {*self.scenario.outcomes, *(each for name in self._explained for each in faults.FAULTS[name].outcomes)}
         if record in self.closed:
             assert record.outcome in allowed, f"{record.outcome} ({record.witness}) is none of {sorted(allowed)}"
-        if record.marks is None:
+        if not record.tracing:
             return  # it was no request
         marks = [str(mark[0]) for mark in record.marks]
         assert marks.count("verdict") == marks.count("outcome") == 1, f"marks: {marks}"
@@ -312,20 +330,36 @@ class ServerScene(Scene):
         for work in self.backend.works:
             assert work.ended
             record = work.record
-            marks = [str(mark[0]) for mark in record.marks or ()]
+            marks = [str(mark[0]) for mark in record.marks]
+            assert not (work.must_drain and work.told) or self._cancelled_from_outside, "must-drain work was cancelled"
             assert work.told + work.finished == 1, f"told {work.told} times, finished: {work.finished}"
             assert marks.count("cancel_delivered") == work.told
             assert record.outcome is not Outcome.COMPLETED or work.finished
-            if work.told and not work.must_drain and not any(name.startswith("cancel_") for name in self.injected):
+            if work.told and not self._cancelled_from_outside:
                 assert marks.index("verdict") < marks.index("cancel_delivered"), "cancelled without a verdict"
+        assert self.backend.peak <= self.stage.server.routes.admission.slots, f"{self.backend.peak} generations at a time"
         assert len({id(work.record) for work in self.backend.works}) == len(self.backend.works), "a request was generated twice"
         for exchange in self.exchanges:
             channel = exchange._channel
-            assert channel._send.statistics().open_send_channels == 0, "an open channel is left"
-            assert channel._send.statistics().current_buffer_used == 0 or exchange.record.outcome is None, "events are left in a channel"
+            assert channel.closed, "an open channel is left"
+            assert len(channel) == 0 or exchange.record.outcome is None, "events are left in a channel"
         if isinstance(self.backend, EngineBackend) and not self.house.cancel_scope.cancel_called:
             assert self.backend.model.used == 0
             assert self.backend.engine.sequences == 0
+
+    @property
+    def _cancelled_from_outside(self) -> bool:
+        return any(name.startswith("cancel_") for name in self.injected)
+
+    def _check_prompt(self) -> None:
+        script = self.scenario.script
+        patience = PROMPT + (script.duration if script is not None and script.must_drain else 0.0)
+        patience += 2.0 * self.injected.count("slow_step") + 20.0 * self.injected.count("stuck_step")
+        if self.scenario.window < 65536 or any(name.startswith("stall") for name in self.injected):
+            patience += self.stage.config.write_timeout  # the last words wait for a reader who does not read
+        for record, since in self._to_end:
+            took = self._closed_at[id(record)] - since
+            assert took <= patience, f"{record.outcome} took {took:g} s"
 
     def _check_bytes(self) -> None:
         peer = self.peer
