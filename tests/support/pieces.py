@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trio.testing import wait_all_tasks_blocked
 
@@ -13,23 +13,25 @@ from tests.support.stage import Answer, Stage, answers
 __all__ = ["Transcript", "bytewise", "converse", "halves", "in_pieces"]
 
 # What differs from one run to the next for good reasons. Whether the body is asked for depends on whether it has come.
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CHANGING = [
     (re.compile(rb"\r\ndate: [^\r]*", re.IGNORECASE), b""),
     (re.compile(rb"\r\nx-request-id: [0-9a-f]{32}(?=\r\n)", re.IGNORECASE), b"\r\nx-request-id: NEW"),
     (re.compile(rb'"created":\d+'), b'"created":0'),
-    (re.compile(rb"HTTP/1.1 100 Continue\r\n\r\n"), b""),
+    (re.compile(re.escape(_CONTINUE)), b""),
 ]
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """All that the client saw: bytes (without date and new ids), and how the connection ended."""
+    """All that the client saw: ``received`` (without what always differs), and how the connection ended. ``raw`` is not compared."""
 
     received: bytes
     aborted: bool
+    raw: bytes = field(compare=False)
 
     def answers(self, *methods: str) -> list[Answer]:
-        return answers(self.received, *methods)
+        return answers(self.raw.replace(_CONTINUE, b""), *methods)
 
     @property
     def responses(self) -> int:
@@ -51,10 +53,10 @@ async def converse(stage: Stage, pieces: Iterable[bytes], *, fin: bool = False) 
     if not peer.closed:
         peer.close()  # a client does, once it has seen the end: the server's lingering is over
     await wait_all_tasks_blocked()
-    received = bytes(peer.received)
+    raw = received = bytes(peer.received)
     for pattern, instead in _CHANGING:
         received = pattern.sub(instead, received)
-    return Transcript(received, peer.aborted)
+    return Transcript(received, peer.aborted, raw)
 
 
 def halves(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
