@@ -93,10 +93,9 @@ class LoadingStopped(Exception):
 
 def load_model(model: str, **options: Any) -> LoadedModel:
     """The loader of this package. Its module imports torch, so this must be called in the model thread."""
-    from trio_sse.backends.transformers import model as implementation
+    from trio_sse.backends.transformers.model import load_model as load
 
-    loaded: LoadedModel = implementation.load_model(model, **options)
-    return loaded
+    return load(model, **options)
 
 
 def _field(request: GenerationRequest) -> str:
