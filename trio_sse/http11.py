@@ -21,7 +21,7 @@ Rules:
    begin, later from a request's first byte; ``keep_alive`` bounds the idle time; ``body_timeout`` runs from the head's end.
 2. What h11 accepts and a careful server does not is refused here, in :func:`_check_head`, with 400 and the end of the connection.
    What is pipelined behind such a request never runs.
-3. Producing bytes is synchronous (``head``, ``data``, ``end``: h11 owns the framing); sending them is :meth:`send`.
+3. Producing bytes is synchronous (``head``, ``data``, ``end``: h11 owns framing and state); sending them is :meth:`send`.
 4. A refusal while the client is still sending must reach it: we say end of file, and read on for a bounded while (LINGERING). A plain
    close would make the kernel answer the unread bytes with a reset, which can destroy the refusal on its way.
 5. Before the head, the bytes with which any head begins may be sent one at a time as probes (see interface.md, "When the client
@@ -34,6 +34,7 @@ import re
 import time
 from email.utils import formatdate
 from enum import Enum
+from functools import lru_cache
 from http import HTTPStatus
 
 import h11
@@ -53,7 +54,7 @@ READ_AHEAD = 65536  # bytes kept of what a client pipelines during a response; p
 _RECEIVE = 65536
 _ANY_HEAD = b"HTTP/1.1 "
 
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)")
 _HEAD_END = re.compile(rb"\n\r?\n")
 _FOLDED = re.compile(rb"\n[ \t]")
 _AUTHORITY = re.compile(rb"\Ahttps?://[^/?]*(?=[/?]|\Z)", re.IGNORECASE)
@@ -106,6 +107,7 @@ class Http11Connection:
 
     Attributes:
       idle: nobody would miss the connection if it ended now. idle_since: from when, on trio's clock.
+      linger_seconds: how long a client that is refused may go on sending.
     """
 
     def __init__(self, transport: Transport, config: Config) -> None:
@@ -113,6 +115,7 @@ class Http11Connection:
         self.state = State.IDLE
         self.idle = True
         self.idle_since = trio.current_time()
+        self.linger_seconds = LINGER_SECONDS
         self._config = config
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=config.max_header)
         self._request: Request | None = None
@@ -283,16 +286,21 @@ class Http11Connection:
 
     # Responding: bytes first …
 
-    def head(self, status: int, headers: Headers, *, close: bool = False) -> bytes:
-        """The head's bytes (what probes have already sent of them left out). ``close`` says that the connection ends with it."""
-        if close or self._must_close:
-            self._must_close = True
-            headers = [*headers, (b"Connection", b"close")]
-        response = h11.Response(status_code=status, headers=[(b"Date", _date()), *headers], reason=_REASONS.get(status, b""))
-        raw = self._h11.send(response)
-        self._chunked = self._version == b"1.1" and not self._head_only and not any(name == b"Content-Length" for name, _ in headers)
+    def head(self, status: int, headers: Headers, *, length: int | None = None, close: bool = False) -> bytes:
+        """The head's bytes (what probes have already sent of them left out).
+
+        Args:
+          headers: our own: names and values that cannot break a line.
+          length: of the body; None where it is not known yet, or where there is none.
+          close: the connection ends with this response.
+        """
+        self._must_close |= close
+        # h11 frames the message and answers for its state; our own headers need not be validated over and over.
+        framed = self._h11.send(_framing(status, length, self._must_close))
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        self._chunked = length is None and self._version == b"1.1" and not self._head_only and status != 204
         self.state = State.RESPONDING
-        return raw[self._probed :]
+        return b"%b%b%b\r\n" % (framed[self._probed : -2], _date_line(), lines)
 
     def data(self, body: bytes) -> bytes:
         """``body`` framed as the head announced it: one chunk, or plain."""
@@ -328,8 +336,8 @@ class Http11Connection:
 
     async def respond(self, status: int, headers: Headers, body: bytes, *, close: bool = False) -> None:
         """One whole response. Once the kernel has taken it there is no checkpoint: nothing can come between it and its account."""
-        headers = [*headers, (b"Content-Length", b"%d" % len(body))] if status != 204 else headers
-        await self.send(self.head(status, headers, close=close) + self.data(body) + self.end())
+        length = None if status == 204 else len(body)
+        await self.send(self.head(status, headers, length=length, close=close) + self.data(body) + self.end())
 
     async def refuse(self, error: HttpError, headers: Headers) -> None:
         """Answers a request that was not read to its end, and closes so that the answer arrives."""
@@ -344,7 +352,7 @@ class Http11Connection:
         self.state = State.LINGERING
         self.transport.shutdown_write()  # where it can't be said (TLS), Content-Length says it
         left = LINGER_BYTES
-        with trio.move_on_after(LINGER_SECONDS):
+        with trio.move_on_after(self.linger_seconds):
             while left > 0 and (data := await self.transport.receive(_RECEIVE)):
                 left -= len(data)
 
@@ -415,10 +423,10 @@ def _check_head(head: h11.Request, raw: bytes) -> None:
         raise BadRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.", code="malformed_http")
     if _FOLDED.search(raw):
         raise BadRequest("Folded header lines are not accepted.", code="malformed_http")
+    if _CONTROL.search(raw):
+        raise BadRequest("A header value contains control characters.", code="malformed_http")
     names = set()
     for name, value in head.headers:
-        if _CONTROL.search(value):
-            raise BadRequest("A header value contains control characters.", code="malformed_http")
         if name == b"host" and not _HOST.fullmatch(value):
             raise BadRequest("The Host header is malformed.", param="Host", code="malformed_http")
         names.add(name)
@@ -429,13 +437,22 @@ def _check_head(head: h11.Request, raw: bytes) -> None:
             raise BadRequest("HTTP/1.0 has no Transfer-Encoding.", code="malformed_http")
 
 
+@lru_cache(maxsize=512)
+def _framing(status: int, length: int | None, close: bool) -> h11.Response:
+    """What h11 has to know of a head: the status and how the body is framed. Responses are immutable, so one serves them all."""
+    headers = [] if length is None else [(b"Content-Length", b"%d" % length)]
+    if close:
+        headers.append((b"Connection", b"close"))
+    return h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b""))
+
+
 _date_cache = (0, b"")
 
 
-def _date() -> bytes:
-    """The Date header's value, made once a second."""
+def _date_line() -> bytes:
+    """The Date header, made once a second."""
     global _date_cache
     now = int(time.time())
     if _date_cache[0] != now:
-        _date_cache = (now, formatdate(now, usegmt=True).encode("ascii"))
+        _date_cache = (now, b"Date: %b\r\n" % formatdate(now, usegmt=True).encode("ascii"))
     return _date_cache[1]

@@ -162,6 +162,7 @@ class Server:
         self._accepting.cancel(reason="shutdown")
         self._close_listeners()
         for connection, scope in self._connections.items():
+            connection.linger_seconds = END_SECONDS
             if connection.state in (State.HEAD, State.LINGERING):
                 # Nothing that has been promised is left to do there: what will have come by then is answered.
                 scope.deadline = trio.current_time() + END_SECONDS
@@ -270,8 +271,7 @@ class Server:
             await self.routes.answer(connection, request)
             if not connection.next_cycle():
                 if connection.unread:
-                    with trio.move_on_after(END_SECONDS if self.routes.closing else math.inf):
-                        await connection.linger()
+                    await connection.linger()
                 return
             if self.routes.closing and not connection.pipelined:
                 return
