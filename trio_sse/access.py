@@ -8,8 +8,9 @@ address that the server is bound to, or an origin it was told to let in. The ``H
 from __future__ import annotations
 
 import hmac
+import random
 import re
-import uuid
+import secrets
 
 from trio_sse.errors import Forbidden, Unauthorized
 
@@ -17,6 +18,8 @@ __all__ = ["Access", "is_loopback", "request_id"]
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+# Seeded once from the system: asking it for every id costs as much as reading a request's headers. An id is a name, not a secret.
+_ids = random.Random(secrets.randbits(256))  # noqa: S311
 _BEARER = re.compile(rb"bearer +(.+?) *", re.IGNORECASE | re.DOTALL)
 
 
@@ -30,7 +33,7 @@ def request_id(proposed: bytes | None, live: object) -> str:
         name = proposed.decode("ascii")
         if name not in live:  # type: ignore[operator]
             return name
-    return uuid.uuid4().hex
+    return f"{_ids.getrandbits(128):032x}"
 
 
 class Access:

@@ -74,18 +74,15 @@ class EventChannel:
             self._throw_away(event)
             return
         self._offer(event)
-        if len(self._queue) < self._capacity:
+        if not self._full():
             await trio.lowlevel.checkpoint_if_cancelled()
             self._put(event, 0)
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         begin = self._record.now()
-        while len(self._queue) >= self._capacity and not self._discarding:
+        while self._full():
             await self._room.park()
-        if self._discarding:
-            self._throw_away(event)
-        else:
-            self._put(event, self._record.now() - begin)
+        self._put(event, self._record.now() - begin)
 
     def send_nowait(self, event: Event) -> None:
         """Hands over ``event`` without waiting.
@@ -150,9 +147,15 @@ class EventChannel:
             self._throw_away(self._queue.popleft())
         self._room.unpark_all()
 
-    # Waking
+    # Queueing and waking
+
+    def _full(self) -> bool:
+        return len(self._queue) >= self._capacity and not self._discarding
 
     def _put(self, event: Event, wait_ns: int) -> None:
+        if self._discarding:  # since the send began to wait
+            self._throw_away(event)
+            return
         if self._closed:
             raise trio.ClosedResourceError("the generation has ended")
         self._queue.append(event)

@@ -286,6 +286,8 @@ class Exchange:
         return None
 
     async def _see_the_work_end(self) -> None:
+        if self._ended.is_set():
+            return
         with trio.move_on_after(self._config.cancel_grace):
             await self._ended.wait()
         if not self._ended.is_set():

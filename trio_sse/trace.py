@@ -93,43 +93,35 @@ class Record:
     ``events_discarded``.
     """
 
-    __slots__ = (
-        "_clock",
-        "_flat",
-        "bytes_sent",
-        "channel_peak",
-        "code",
-        "enqueue_wait_ns",
-        "events_after_verdict",
-        "events_discarded",
-        "events_produced",
-        "events_sent",
-        "gap_counts",
-        "gap_sum_ns",
-        "largest_write",
-        "marks_dropped",
-        "marks_kept",
-        "method",
-        "outcome",
-        "prompt_tokens",
-        "request_id",
-        "route",
-        "status",
-        "t_ended",
-        "t_first_token",
-        "t_last_token",
-        "t_released",
-        "t_request",
-        "t_started",
-        "t_verdict",
-        "terminal_events",
-        "tokens_after_verdict",
-        "tokens_generated",
-        "tokens_sent",
-        "tracing",
-        "witness",
-        "write_stall_ns",
-    )  # fmt: skip
+    # Defaults of the class: most records are of small answers, which change few of them.
+    outcome: Outcome | None = None
+    witness: str | None = None
+    status: int | None = None
+    code: str | None = None
+    marks_kept = 0
+    marks_dropped = 0
+    prompt_tokens = 0
+    tokens_generated = 0
+    tokens_sent = 0
+    tokens_after_verdict = 0
+    events_produced = 0
+    events_sent = 0
+    events_discarded = 0
+    events_after_verdict = 0
+    terminal_events = 0
+    bytes_sent = 0
+    largest_write = 0
+    channel_peak = 0
+    enqueue_wait_ns = 0  # the longest
+    write_stall_ns = 0  # in all
+    gap_counts: list[int] | None = None
+    gap_sum_ns = 0
+    t_started: int | None = None
+    t_first_token: int | None = None
+    t_last_token: int | None = None
+    t_verdict: int | None = None
+    t_released: int | None = None
+    t_ended: int | None = None
 
     def __init__(
         self,
@@ -145,36 +137,8 @@ class Record:
         self.method = method
         self._clock = clock
         self.tracing = marks
-        self.marks_kept = 0
         self._flat: list[str | int | None] = []
-        self.marks_dropped = 0
-        self.outcome: Outcome | None = None
-        self.witness: str | None = None
-        self.status: int | None = None
-        self.code: str | None = None
-        self.prompt_tokens = 0
-        self.tokens_generated = 0
-        self.tokens_sent = 0
-        self.tokens_after_verdict = 0
-        self.events_produced = 0
-        self.events_sent = 0
-        self.events_discarded = 0
-        self.events_after_verdict = 0
-        self.terminal_events = 0
-        self.bytes_sent = 0
-        self.largest_write = 0
-        self.channel_peak = 0
-        self.enqueue_wait_ns = 0  # the longest
-        self.write_stall_ns = 0  # in all
-        self.gap_counts: list[int] | None = None
-        self.gap_sum_ns = 0
         self.t_request = clock()
-        self.t_started: int | None = None
-        self.t_first_token: int | None = None
-        self.t_last_token: int | None = None
-        self.t_verdict: int | None = None
-        self.t_released: int | None = None
-        self.t_ended: int | None = None
 
     def now(self) -> int:
         return self._clock()
