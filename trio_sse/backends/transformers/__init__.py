@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trio_sse.backends.transformers.backend import TransformersBackend
 
-# Read when torch is loaded. Threads that wait for each other by spinning are a little quicker on idle cores, and ten times slower as
-# soon as anything else (this server's own loop, say) wants one of them.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when torch is loaded: how long its threads spin before they sleep, at every join. By default for milliseconds, which is the end of
+# all speed as soon as anything else (this server's own loop, say) wants their core; not at all costs a third on idle cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __all__ = ["TransformersBackend"]
 
