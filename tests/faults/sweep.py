@@ -83,14 +83,14 @@ def sweep(
     stride: int = 1,
     pair_sample: int | None = 0,
     variant: Variant = nullcontext,
-    stop_at: int | None = None,
+    enough: Callable[[str], bool] = lambda _: False,
 ) -> Tally:
     """Plays one scenario under one seed.
 
     Args:
       stride: one in so many of all (point, fault), another choice for every seed; 1 is all.
       pair_sample: so many pairs; None is all.
-      stop_at: so many failures are enough.
+      enough: asked of each failure's line; says whether to stop there.
     """
     make = _Maker(name, variant)
     tally = Tally()
@@ -99,7 +99,6 @@ def sweep(
     if base.error is not None:
         tally.failures.append(line(name, base))
         return tally
-    enough = stop_at or 1_000_000_000
     rng = random.Random(f"{name} {seed}")
     todo = list(singles(base, faults))
     if stride > 1:
@@ -109,14 +108,14 @@ def sweep(
         tally.singles += 1
         if run.error is not None:
             tally.failures.append(line(name, run))
-            if len(tally.failures) >= enough:
+            if enough(tally.failures[-1]):
                 return tally
     if pair_sample != 0:
         for run in pairs(make, base, faults, sample=pair_sample, rng=rng):
             tally.pairs += len(run.injections) == 2
             if run.error is not None and len(run.injections) == 2:
                 tally.failures.append(line(name, run))
-                if len(tally.failures) >= enough:
+                if enough(tally.failures[-1]):
                     return tally
     return tally
 
