@@ -37,7 +37,7 @@ def log_request(record: Record) -> None:
     level = logging.INFO
     if record.outcome in (Outcome.BACKEND_ERROR, Outcome.DRAIN_TIMED_OUT):
         level = logging.WARNING
-    elif record.route in _QUIET and record.outcome is Outcome.COMPLETED:
+    elif record.route in _QUIET and record.outcome in (Outcome.COMPLETED, Outcome.REJECTED):
         level = logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "request", extra={"fields": _fields(record)})
