@@ -3,59 +3,68 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections import deque
 
 import trio
-from workload import DRAIN_EVENTS, PACED_EVENTS, Ticks, text
+from workload import DRAIN_EVENTS, INTERVALS, Ticks, frame, text
 
 from trio_sse import Backend, EventChannel, Finish, Prepared, Started, Token
+from trio_sse.dialects.native import GenerateAnswer
 
 BURST = 32  # events sent between two checkpoints
 
+if GenerateAnswer().frames(Token(text(1))) != frame(text(1)):
+    raise SystemExit("the peers' events are not what trio_sse sends")
 
-@dataclass(eq=False)
+
 class Stream:
-    events: EventChannel
-    left: int = PACED_EVENTS
-    done: trio.Event = field(default_factory=trio.Event)
+    """One paced stream. What its channel does not take waits here for the next tick: no server of the benchmark drops an event."""
+
+    def __init__(self, events: EventChannel) -> None:
+        self._events = events
+        self._waiting: deque[Token] = deque()
+
+    def offer(self, token: Token) -> None:
+        self._waiting.append(token)
+        try:
+            while self._waiting:
+                self._events.send_nowait(self._waiting[0])
+                self._waiting.popleft()
+        except trio.WouldBlock:
+            pass
 
 
 class Engine:
-    """One task that feeds every paced stream of its kind, as a model's engine does."""
+    """One task that feeds every paced stream of its mode, as a model's engine does."""
 
-    def __init__(self, staggered: bool) -> None:
-        self._staggered = staggered
-        self._phases: list[dict[Stream, None]] = [{} for _ in range(Ticks(staggered).phases)]
-        self._count = 0
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._phases: list[dict[Stream, None]] = [{} for _ in range(Ticks(mode).phases)]
+        self._entered = self._count = 0
         self._wake = trio.Event()
 
     async def run(self) -> None:
         while True:
             await self._wake.wait()
-            ticks = Ticks(self._staggered)
+            ticks = Ticks(self._mode)
             while self._count:
                 due = ticks.next_due()
                 await trio.sleep(max(0, due - time.monotonic()))
-                self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
+                label = str(int(due * 1e9))
+                for stream in self._phases[ticks.phase]:
+                    stream.offer(Token(label))
             self._wake = trio.Event()
 
-    def _tick(self, streams: dict[Stream, None], label: str) -> None:
-        for stream in list(streams):
-            try:
-                stream.events.send_nowait(Token(label))
-            except trio.WouldBlock:
-                continue  # a slow reader's own affair
-            stream.left -= 1
-            if not stream.left:
-                stream.done.set()
-
-    async def serve(self, stream: Stream, number: int) -> None:
-        phase = self._phases[number % len(self._phases)]
+    async def serve(self, events: EventChannel) -> None:
+        """Feeds ``events`` until it is cancelled."""
+        stream = Stream(events)
+        self._entered += 1
+        phase = self._phases[self._entered % len(self._phases)]
         phase[stream] = None
         self._count += 1
         self._wake.set()
         try:
-            await stream.done.wait()
+            await trio.sleep_forever()
         finally:
             self._count -= 1
             del phase[stream]
@@ -66,8 +75,7 @@ class Bench(Backend):
     slots = 5000
 
     def __init__(self) -> None:
-        self._engines = {"aligned": Engine(False), "staggered": Engine(True)}
-        self._number = 0
+        self._engines = {mode: Engine(mode) for mode in INTERVALS}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -79,8 +87,7 @@ class Bench(Backend):
         mode = prepared.request.prompt or ""
         await events.send(Started())
         if mode in self._engines:
-            self._number += 1
-            await self._engines[mode].serve(Stream(events), self._number)
+            await self._engines[mode].serve(events)
         elif mode == "idle":
             await events.send(Token(text(0)))
             await trio.sleep_forever()
@@ -93,9 +100,10 @@ class Bench(Backend):
             if yields:
                 await trio.lowlevel.checkpoint()
             token = Token(text(number))
+            if number % BURST == BURST - 1:
+                await events.send(token)
+                continue
             try:
-                if number % BURST == BURST - 1:
-                    raise trio.WouldBlock
                 events.send_nowait(token)
             except trio.WouldBlock:
                 await events.send(token)

@@ -1,19 +1,19 @@
-/* The client of bench_transport.py: it must never be the bottleneck, so it does nothing but read.
+/* The client of bench_transport.py: it must never be the bottleneck, so it does nothing but read and count.
  *
- *   load HOST PORT MODE CONNECTIONS COUNT REQUEST_FILE
+ *   load HOST PORT MODE CONNECTIONS MILLISECONDS REQUEST_FILE EVENTS
  *
- * MODE   stream  each connection sends the request COUNT times, one after the other, and reads each chunked answer to its end
+ * MODE   stream  each connection sends the request again and again, and reads each chunked answer to its end
  *        short   the same with answers that have a Content-Length
- *        paced   as stream; events carry the time they were due, as {"token":"<monotonic ns>"}: lateness is kept
- *        open    COUNT connections in all, CONNECTIONS at a time: connect, send, read the first event, close by reset
- *        hold    opens CONNECTIONS streams, waits until each has had its first event, prints a line, sleeps until stdin ends
+ *        paced   as stream; events carry the time they were due, as {"token":"<monotonic ns>"}, and lateness is kept
+ *        open    each connection is opened, sends, reads the first event, is closed by reset, and is opened anew
+ *        hold    opens CONNECTIONS streams, of which each gets one event and then waits
  *
- * Prints one line of JSON: seconds, answers, events, bytes, cpu seconds used here, lateness percentiles in microseconds.
+ * Warms up until every connection has had its first event (or answer) and some time more, prints "begin", counts for MILLISECONDS, and
+ * prints one line of JSON. (hold has no window: it tells how long the opening took.) Then the streams stay until stdin ends, so that
+ * whoever measures the server can look at it in the same state at both ends. EVENTS is what each answer must have; 0: do not look.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -25,33 +25,43 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { BUFFER = 1 << 18, TAIL = 64 };
+enum { BUFFER = 1 << 18, HEAD = 2048, AT_ONCE = 64 /* connections opened at a time: below every server's backlog */ };
+static const uint64_t MS = 1000000, WARM = 300, STALL = 60000;
+static const char END[] = "0\r\n\r\n";
 
 struct connection {
-    int fd, left, first;
-    size_t kept;      /* bytes of an unfinished line or answer kept in tail */
-    char tail[TAIL];
-    size_t need;      /* short: bytes of body still to come */
-    int in_head;
+    int fd, in_head, warm;
+    size_t head_size;
+    char head[HEAD];
+    long need;        /* bytes of a body with Content-Length still to come; -1: chunked */
+    uint64_t events;  /* of this answer */
+    int end;          /* how much of END the last bytes are */
+    char last;        /* the byte before this read */
     uint64_t digits;  /* paced: the number being read */
     int match;        /* paced: how much of the key has been seen; -1 while digits come */
-    char last;        /* the byte before this read */
 };
 
 static char *request;
 static size_t request_size;
 static struct sockaddr_in address;
-static int epoll_fd;
-static uint64_t events, answers, bytes;
+static int epoll_fd, is_paced, cold;
+static uint64_t events, answers, bytes, redials, expected;
 static uint32_t *late;
 static size_t late_count, late_room;
 
 static void die(const char *what) { perror(what); exit(1); }
+static void fail(const char *what) { fprintf(stderr, "load: %s\n", what); exit(1); }
 
 static uint64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+    return (uint64_t)t.tv_sec * 1000 * MS + (uint64_t)t.tv_nsec;
+}
+
+static double cpu(void) {
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    return (double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) + (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec) / 1e6;
 }
 
 static void keep_lateness(uint64_t due, uint64_t now) {
@@ -64,17 +74,8 @@ static void keep_lateness(uint64_t due, uint64_t now) {
 }
 
 static void start(struct connection *c) {
-    size_t done = 0;
-    c->in_head = 1;
-    c->kept = 0;
-    c->first = 0;
-    c->last = 0;
-    c->match = 0;
-    while (done < request_size) {
-        ssize_t n = write(c->fd, request + done, request_size - done);
-        if (n < 0) die("write");
-        done += (size_t)n;
-    }
+    c->in_head = 1, c->head_size = 0, c->events = 0, c->end = 0, c->last = 0, c->match = 0;
+    if (write(c->fd, request, request_size) != (ssize_t)request_size) die("write");
 }
 
 static void dial(struct connection *c) {
@@ -88,23 +89,44 @@ static void dial(struct connection *c) {
     start(c);
 }
 
-static void hang_up(struct connection *c) {
+static void hang_up(struct connection *c) { /* by reset: no TIME_WAIT eats the ports */
     struct linger reset = {1, 0};
     setsockopt(c->fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
     close(c->fd);
-    c->fd = -1;
 }
 
-/* Counts blank lines made of LF LF: each ends one event, and nothing else on the wire has them. */
-static uint64_t count_events(struct connection *c, const char *data, size_t size) {
+/* Takes the head's bytes; returns how many of data they are. */
+static size_t read_head(struct connection *c, const char *data, size_t size) {
+    size_t before = c->head_size, take = size < HEAD - 1 - before ? size : HEAD - 1 - before;
+    memcpy(c->head + before, data, take);
+    c->head[c->head_size = before + take] = 0;
+    char *end = strstr(c->head, "\r\n\r\n");
+    if (!end) {
+        if (c->head_size == HEAD - 1) fail("an answer's head is too long");
+        return size;
+    }
+    end[2] = 0;
+    if (strncmp(c->head, "HTTP/1.1 200", 12)) { fprintf(stderr, "load: %s\n", c->head); exit(1); }
+    char *length = strcasestr(c->head, "\r\ncontent-length:");
+    c->need = length ? strtol(length + 17, NULL, 10) : -1;
+    if (!length && !strcasestr(c->head, "\r\ntransfer-encoding: chunked")) fail("an answer is neither chunked nor has a length");
+    c->in_head = 0;
+    return (size_t)(end + 4 - c->head) - before;
+}
+
+/* Events end in LF LF, which nothing else on the wire has; a chunked body ends in END, which cannot occur in an event. */
+static int read_chunked(struct connection *c, const char *data, size_t size) {
     uint64_t found = 0;
     char last = c->last;
+    int end = c->end;
     for (size_t i = 0; i < size; i++) {
-        found += data[i] == '\n' && last == '\n';
-        last = data[i];
+        char byte = data[i];
+        found += byte == '\n' && last == '\n';
+        if (end || byte == '0') end = byte == END[end] ? end + 1 : byte == '0';
+        last = byte;
     }
-    c->last = last;
-    return found;
+    c->last = last, c->end = end, c->events += found, events += found;
+    return end == 5;
 }
 
 static void read_due(struct connection *c, const char *data, size_t size, uint64_t now) {
@@ -122,30 +144,22 @@ static void read_due(struct connection *c, const char *data, size_t size, uint64
     }
 }
 
-/* Whether the last bytes are those that end a chunked body. */
-static int chunked_end(struct connection *c, const char *data, size_t size) {
-    static const char end[] = "0\r\n\r\n";
-    char joined[TAIL * 2];
-    size_t take = size < TAIL ? size : TAIL;
-    memcpy(joined, c->tail, c->kept);
-    memcpy(joined + c->kept, data + size - take, take);
-    size_t all = c->kept + take, keep = all < 5 ? all : 5;
-    memcpy(c->tail, joined + all - keep, keep);
-    c->kept = keep;
-    return keep == 5 && !memcmp(c->tail, end, 5);
-}
-
-static int short_end(struct connection *c, const char *data, size_t size) {
+/* Whether the answer has ended. */
+static int take(struct connection *c, const char *data, size_t size) {
+    bytes += size;
     if (c->in_head) {
-        const char *end = memmem(data, size, "\r\n\r\n", 4);
-        const char *length = strcasestr(data, "content-length:");
-        if (!end || !length) { fprintf(stderr, "load: an answer's head came in pieces\n"); exit(1); }
-        c->need = strtoul(length + 15, NULL, 10);
-        size -= (size_t)(end + 4 - data);
-        c->in_head = 0;
+        size_t head = read_head(c, data, size);
+        data += head, size -= head;
+        if (c->in_head) return 0;
     }
-    c->need -= size < c->need ? size : c->need;
-    return c->need == 0;
+    if (c->need >= 0) return (c->need -= (long)size) <= 0;
+    if (is_paced) read_due(c, data, size, now_ns());
+    int ended = read_chunked(c, data, size);
+    if (ended && expected && c->events != expected) {
+        fprintf(stderr, "load: an answer had %lu events, not %lu\n", c->events, expected);
+        exit(1);
+    }
+    return ended;
 }
 
 static int by_value(const void *a, const void *b) {
@@ -153,14 +167,28 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+static void report(double seconds, double used) {
+    qsort(late, late_count, sizeof *late, by_value);
+    printf("{\"seconds\": %.6f, \"answers\": %lu, \"events\": %lu, \"bytes\": %lu, \"client_cpu\": %.6f, \"redials\": %lu, "
+           "\"late_p50\": %u, \"late_p99\": %u}\n", seconds, answers, events, bytes, used, redials,
+           late_count ? late[late_count / 2] : 0, late_count ? late[late_count * 99 / 100] : 0);
+    fflush(stdout);
+    char byte;
+    while (read(0, &byte, 1) > 0) {}
+    exit(0);
+}
+
 int main(int argc, char **argv) {
-    if (argc != 7) { fprintf(stderr, "usage: load HOST PORT MODE CONNECTIONS COUNT REQUEST_FILE\n"); return 2; }
+    if (argc != 8) fail("usage: load HOST PORT MODE CONNECTIONS MILLISECONDS REQUEST_FILE EVENTS");
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)atoi(argv[2]));
-    if (inet_pton(AF_INET, argv[1], &address.sin_addr) != 1) die("host");
+    if (inet_pton(AF_INET, argv[1], &address.sin_addr) != 1) fail("HOST must be an IPv4 address");
     const char *mode = argv[3];
-    int connections = atoi(argv[4]), count = atoi(argv[5]);
-    int is_short = !strcmp(mode, "short"), is_paced = !strcmp(mode, "paced"), is_open = !strcmp(mode, "open"), is_hold = !strcmp(mode, "hold");
+    int connections = cold = atoi(argv[4]), dialled = 0;
+    uint64_t window = (uint64_t)atoi(argv[5]) * MS;
+    expected = (uint64_t)atoi(argv[7]);
+    int is_open = !strcmp(mode, "open"), is_hold = !strcmp(mode, "hold");
+    is_paced = !strcmp(mode, "paced");
     FILE *file = fopen(argv[6], "rb");
     if (!file) die(argv[6]);
     request = malloc(1 << 16);
@@ -168,58 +196,51 @@ int main(int argc, char **argv) {
     fclose(file);
     epoll_fd = epoll_create1(0);
     struct connection *all = calloc((size_t)connections, sizeof *all);
-    static char buffer[BUFFER + 1];
-    struct epoll_event ready[1024];
-    int active = 0, opened = 0, waiting_first = 0;
-    uint64_t begin = now_ns();
-    for (int i = 0; i < connections && (!is_open || opened < count); i++) {
-        all[i].left = count;
-        dial(&all[i]);
-        active++, opened++, waiting_first++;
-    }
-    while (active) {
-        int n = epoll_wait(epoll_fd, ready, 1024, 30000);
-        if (n == 0) { fprintf(stderr, "load: nothing came for 30 s, %d connections open\n", active); return 1; }
+    static char buffer[BUFFER];
+    static struct epoll_event ready[1024];
+    uint64_t launch = now_ns(), begin = 0, heard = launch, warm_at = 0;
+    double cpu_before = 0;
+    int measuring = 0;
+    while (dialled < connections && dialled < AT_ONCE) dial(&all[dialled++]);
+    for (;;) {
+        int n = epoll_wait(epoll_fd, ready, 1024, 5);
+        uint64_t now = now_ns();
+        if (n > 0) heard = now;
+        if (now - heard > STALL * MS) fail("nothing came for a minute");
+        if (measuring && now - begin >= window) report((double)(now - begin) / 1e9, cpu() - cpu_before);
+        if (!measuring && cold == 0) {
+            if (is_hold) { puts("begin"); fflush(stdout); report((double)(now - launch) / 1e9, cpu()); }
+            if (!warm_at) warm_at = now;
+            if (now - warm_at >= WARM * MS) {
+                puts("begin");
+                fflush(stdout);
+                measuring = 1, events = answers = bytes = late_count = 0, begin = now_ns(), cpu_before = cpu();
+            }
+        }
         for (int i = 0; i < n; i++) {
             struct connection *c = ready[i].data.ptr;
             ssize_t size = read(c->fd, buffer, BUFFER);
-            if (size <= 0) { fprintf(stderr, "load: the server closed a connection (%zd)\n", size); return 1; }
-            buffer[size] = 0;
-            bytes += (uint64_t)size;
-            if (is_short) {
-                if (!short_end(c, buffer, (size_t)size)) continue;
-            } else {
-                uint64_t found = count_events(c, buffer, (size_t)size);
-                if (is_paced) read_due(c, buffer, (size_t)size, now_ns());
-                events += found;
-                if (found && !c->first) {
-                    c->first = 1;
-                    waiting_first--;
-                    if (is_open) {
-                        answers++;
-                        hang_up(c);
-                        if (opened < count) { dial(c); opened++; waiting_first++; } else active--;
-                        continue;
-                    }
-                }
-                if (!chunked_end(c, buffer, (size_t)size)) continue;
+            if (size <= 0) { /* some servers end a connection after so many requests: fair between two answers */
+                if (!c->in_head || c->head_size) fail("the server closed a connection in the middle of an answer");
+                close(c->fd);
+                redials++;
+                dial(c);
+                continue;
             }
-            answers++;
-            if (--c->left > 0) { start(c); waiting_first++; } else { hang_up(c); active--; }
-        }
-        if (is_hold && waiting_first == 0) {
-            printf("{\"held\": %d}\n", connections);
-            fflush(stdout);
-            while (read(0, buffer, BUFFER) > 0) {}
-            return 0;
+            int ended = take(c, buffer, (size_t)size);
+            if (!c->warm && (c->events || ended)) {
+                c->warm = 1, cold--;
+                if (dialled < connections) dial(&all[dialled++]);
+            }
+            if (is_open && c->events) {
+                answers++;
+                hang_up(c);
+                dial(c);
+            } else if (ended) {
+                answers++;
+                if (is_open || is_hold || is_paced) fail("a stream ended that should not");
+                start(c);
+            }
         }
     }
-    double seconds = (double)(now_ns() - begin) / 1e9;
-    struct rusage use;
-    getrusage(RUSAGE_SELF, &use);
-    double cpu = (double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) + (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec) / 1e6;
-    qsort(late, late_count, sizeof *late, by_value);
-    printf("{\"seconds\": %.6f, \"answers\": %lu, \"events\": %lu, \"bytes\": %lu, \"client_cpu\": %.6f, \"late_p50\": %u, \"late_p99\": %u}\n",
-           seconds, answers, events, bytes, cpu, late_count ? late[late_count / 2] : 0, late_count ? late[late_count * 99 / 100] : 0);
-    return 0;
 }

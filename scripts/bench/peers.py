@@ -1,12 +1,12 @@
-"""The other servers of the benchmark: ``python peers.py SERVER PORT``. Each serves workload.py's modes in the way its own manual shows.
+"""The other servers of the benchmark: ``python peers.py SERVER PORT``. Each serves workload.py's modes as its own manual shows.
 
-    uvicorn             Starlette's StreamingResponse on uvicorn with uvloop and httptools
-    sse-starlette       the same with sse-starlette's EventSourceResponse
-    uvicorn-h11         the first on uvicorn's h11
-    hypercorn-trio      the first on hypercorn's trio worker
-    aiohttp             aiohttp's StreamResponse on uvloop
-    granian             the first on granian
-    raw                 a uvloop protocol that writes what it has formatted beforehand: the limit, not a server
+- uvicorn: Starlette's StreamingResponse on uvicorn with uvloop and httptools
+- sse-starlette: the same with sse-starlette's EventSourceResponse
+- uvicorn-h11: the first on uvicorn's h11
+- hypercorn-trio: the first on hypercorn's trio worker
+- aiohttp: aiohttp's StreamResponse on uvloop
+- granian: the first on granian
+- raw: a uvloop protocol that frames and writes each event, and does nothing else: the limit, not a server
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import sniffio
-from workload import DONE, DRAIN_EVENTS, HEALTH, PACED_EVENTS, Ticks, frame, text
+from workload import DONE, DRAIN_EVENTS, HEALTH, INTERVALS, Ticks, frame, json_text, text
 
 SERVERS = ("uvicorn", "sse-starlette", "uvicorn-h11", "hypercorn-trio", "aiohttp", "granian", "raw")
 
@@ -27,11 +27,12 @@ SERVERS = ("uvicorn", "sse-starlette", "uvicorn-h11", "hypercorn-trio", "aiohttp
 class Engine:
     """As backend.py's, for asyncio: one task feeds a queue per stream."""
 
-    def __init__(self, staggered: bool) -> None:
-        self._staggered = staggered
-        self._phases: list[dict[Any, None]] = [{} for _ in range(Ticks(staggered).phases)]
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._phases: list[dict[Any, None]] = [{} for _ in range(Ticks(mode).phases)]
         self._number = 0
         self._task: Any = None
+        self.streams = 0
 
     def _tick(self, queues: dict[Any, None], label: str) -> None:
         for queue in list(queues):
@@ -40,8 +41,8 @@ class Engine:
     async def _run(self) -> None:
         import asyncio
 
-        ticks = Ticks(self._staggered)
-        while any(self._phases):
+        ticks = Ticks(self._mode)
+        while self.streams:
             due = ticks.next_due()
             await asyncio.sleep(max(0, due - time.monotonic()))
             self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
@@ -65,8 +66,8 @@ class TrioEngine(Engine):
     async def _run(self) -> None:
         import trio
 
-        ticks = Ticks(self._staggered)
-        while any(self._phases):
+        ticks = Ticks(self._mode)
+        while self.streams:
             due = ticks.next_due()
             await trio.sleep(max(0, due - time.monotonic()))
             self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
@@ -94,19 +95,20 @@ class _TrioQueue:
 _engines: dict[str, Engine] = {}
 
 
-async def texts(mode: str) -> AsyncIterator[str]:
+async def texts(mode: str) -> AsyncIterator[str]:  # noqa: ASYNC900  (frameworks stream from generators)
     """The events' texts of one answer."""
-    if mode in ("aligned", "staggered"):
+    if mode in INTERVALS:
         if mode not in _engines:
             kind = TrioEngine if sniffio.current_async_library() == "trio" else Engine
-            _engines[mode] = kind(mode == "staggered")
+            _engines[mode] = kind(mode)
         queue, phase = _engines[mode].enter()
+        _engines[mode].streams += 1
         try:
-            for _ in range(PACED_EVENTS):
+            while True:
                 yield await queue.get()
         finally:
             del phase[queue]
-        return
+            _engines[mode].streams -= 1
     if mode == "idle":
         yield text(0)
         await _pause(3600)
@@ -127,7 +129,7 @@ async def _pause(seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-async def frames(mode: str) -> AsyncIterator[bytes]:
+async def frames(mode: str) -> AsyncIterator[bytes]:  # noqa: ASYNC900
     async for each in texts(mode):
         yield frame(each)
     yield DONE
@@ -147,16 +149,15 @@ def asgi_app(server: str) -> Any:
             return EventSourceResponse(_events(mode), sep="\n")
         return StreamingResponse(frames(mode), media_type="text/event-stream")
 
-    async def health(_: Request) -> Response:
+    async def health(_: Request) -> Response:  # noqa: ASYNC124
         return Response(HEALTH, media_type="application/json")
 
     return Starlette(routes=[Route("/generate", generate, methods=["POST"]), Route("/healthz", health)])
 
 
-async def _events(mode: str) -> AsyncIterator[dict[str, str]]:
-    encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+async def _events(mode: str) -> AsyncIterator[dict[str, str]]:  # noqa: ASYNC900
     async for each in texts(mode):
-        yield {"data": '{"token":%s}' % encode(each)}
+        yield {"data": f'{{"token":{json_text(each)}}}'}
     yield {"data": "[DONE]"}
 
 
@@ -182,7 +183,9 @@ def serve_granian(port: int) -> None:
     from granian import Granian
     from granian.constants import Interfaces, Loops
 
-    Granian("peers:granian_app", port=port, interface=Interfaces.ASGI, workers=1, loop=Loops.uvloop, backlog=4096, backpressure=5000, log_enabled=False, factory=True).serve()
+    Granian(
+        "peers:granian_app", port=port, interface=Interfaces.ASGI, workers=1, loop=Loops.uvloop, log_enabled=False, factory=True
+    ).serve()
 
 
 def granian_app() -> Any:
@@ -202,13 +205,14 @@ def serve_aiohttp(port: int) -> None:
         await response.write_eof()
         return response
 
-    async def health(_: web.Request) -> web.Response:
+    async def health(_: web.Request) -> web.Response:  # noqa: ASYNC124
         return web.Response(body=HEALTH, content_type="application/json")
 
     app = web.Application()
     app.add_routes([web.post("/generate", generate), web.get("/healthz", health)])
     uvloop.install()
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+    # Without handler_cancellation a handler that waits for an event would outlive its client.
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, handler_cancellation=True)
 
 
 def serve_raw(port: int) -> None:
@@ -220,22 +224,29 @@ def serve_raw(port: int) -> None:
         return b"%x\r\n%s\r\n" % (len(data), data)
 
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-    drain = head + b"".join(chunk(frame(text(n))) for n in range(DRAIN_EVENTS)) + chunk(DONE) + b"0\r\n\r\n"
     health = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(HEALTH), HEALTH)
 
     class Protocol(asyncio.Protocol):
+        task: asyncio.Task[None] | None = None
+
         def connection_made(self, transport: Any) -> None:
             self.transport = transport
+
+        def connection_lost(self, _: Exception | None) -> None:
+            if self.task is not None:
+                self.task.cancel()
 
         def data_received(self, data: bytes) -> None:
             if data.startswith(b"GET"):
                 self.transport.write(health)
                 return
             mode = json.loads(data.partition(b"\r\n\r\n")[2])["prompt"]
+            self.transport.write(head)
             if mode == "drain":
-                self.transport.write(drain)
+                for number in range(DRAIN_EVENTS):
+                    self.transport.write(chunk(frame(text(number))))
+                self.transport.write(chunk(DONE) + b"0\r\n\r\n")
             else:
-                self.transport.write(head)
                 self.task = asyncio.create_task(self.stream(mode))
 
         async def stream(self, mode: str) -> None:
