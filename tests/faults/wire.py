@@ -93,7 +93,7 @@ def _look_inside(reply: Reply) -> None:
     if not reply.stream:
         if reply.complete and reply.body:
             json.loads(reply.body)
-            reply.data = [_CREATED.sub("", reply.body.decode())]
+            reply.data = [_CREATED.sub('"created":0', reply.body.decode())]
         return
     for event in Parser().feed(reply.body):
         assert not reply.error or (event.event == "done" and not reply.terminal), f"an event after the error: {event}"
@@ -103,5 +103,5 @@ def _look_inside(reply: Reply) -> None:
         elif event.data == "[DONE]" or event.event == "done":
             reply.terminal = True
         else:
-            data = _CREATED.sub("", event.data)
+            data = _CREATED.sub('"created":0', event.data)
             reply.data.append(f"{event.id} {event.event} {data}")
