@@ -37,7 +37,7 @@ from trio_sse.events import Sampling
 
 __all__ = ["LeanModel", "dimensions", "read_weights", "resolve_dtype"]
 
-_CHUNK = 32
+_CHUNK = 24  # a chunk at the end of a 4000-token prompt should take no more than 150 ms on two cores
 _PROBE = 512  # outputs of a kernel that is only asked how it treats rows
 
 
@@ -97,12 +97,12 @@ def _frequencies(tensors: GgufTensors, head_dim: int) -> Tensor:
 
 
 class _Builder:
-    """Makes layers of tensors. ``counts`` is asked of the first layer of each kind of kernel, and holds for all of them."""
+    """Makes layers of tensors. ``rows`` are the numbers of rows that all of them treat alike; one layer of each kind is asked."""
 
     def __init__(self, tensors: GgufTensors, dtype: str, device: torch.device) -> None:
         self._tensors, self._dtype, self._device = tensors, dtype, device
         self._counts: dict[tuple[str, int], RowCounts] = {}
-        self.exact = True
+        self.rows = RowCounts(tuple(range(1, 1 << 10)))
 
     def layer(self, *names: str) -> Kernel:
         """A linear layer that gives the outputs of all ``names`` side by side."""
@@ -129,16 +129,15 @@ class _Builder:
         return self._counted(kernel, str(dtype), weight.shape[1], lambda: dense_kernel(weight[:_PROBE], dtype, self._device))
 
     def _counted(self, kernel: Kernel, kind: str, columns: int, probe: Callable[[], Kernel | None]) -> Kernel:
-        """``kernel``, called with suitable numbers of rows. ``probe`` makes a small one of its kind, to ask it which those are."""
+        """``kernel``, once it is known which numbers of rows suit it. ``probe`` makes a small one of its kind, which is asked."""
         if (kind, columns) not in self._counts and (small := probe()) is not None:
             self._counts[kind, columns] = row_counts(small, columns, self._device)
-        counts = self._counts[kind, columns]
-        self.exact = self.exact and counts.exact
-        return counts.wrap(kernel)
+            self.rows &= self._counts[kind, columns]
+        return kernel
 
 
-def read_weights(tensors: GgufTensors, dtype: str, device: torch.device, progress: Callable[[str], None]) -> tuple[Weights, bool]:
-    """Reads a whole model; also whether every kernel treats a row alike in any company."""
+def read_weights(tensors: GgufTensors, dtype: str, device: torch.device, progress: Callable[[str], None]) -> Weights:
+    """Reads a whole model."""
     build = _Builder(tensors, dtype, device)
     sizes = dimensions(tensors.index.metadata)
     layers = []
@@ -161,7 +160,7 @@ def read_weights(tensors: GgufTensors, dtype: str, device: torch.device, progres
     embedding = tensors.dense("token_embd.weight").to(device=device, dtype=table)
     head = build.head("output.weight" if "output.weight" in tensors else "token_embd.weight")
     norm = tensors.dense("output_norm.weight").to(device)
-    return Weights(embedding, layers, norm, head, _frequencies(tensors, sizes.head_dim)), build.exact
+    return Weights(embedding, layers, norm, head, _frequencies(tensors, sizes.head_dim), build.rows)
 
 
 class LeanModel:
@@ -173,7 +172,6 @@ class LeanModel:
       rooms: how many sequences may be open at once.
       budget: cache memory there is, in bytes.
       describe: text and bytes of a token, for log probabilities.
-      exact: whether results are the same to the bit in any company.
     """
 
     def __init__(
@@ -186,9 +184,9 @@ class LeanModel:
         budget: int,
         describe: Describe,
         device: torch.device,
-        exact: bool,
     ) -> None:
-        self.context, self.eos, self.chunk, self.exact = sizes.context, eos, _CHUNK, exact
+        self.context, self.eos, self.chunk = sizes.context, eos, _CHUNK
+        self.exact = bool(weights.rows.alike)  # whether results are the same to the bit in any company
         self._pool = CachePool(sizes.layers, rooms, sizes.kv_heads, sizes.context, sizes.head_dim, device)
         self._forward = LlamaForward(sizes, weights, self._pool, device)
         self._describe = describe

@@ -10,8 +10,7 @@ Activations stay float32 between layers, so a form costs accuracy only inside it
 **A row's result must not depend on the rows beside it**: that is what makes a sequence's tokens the same alone and in company. Kernels
 are free to sum in another order for another number of rows, and some do, for a few numbers (one row takes another path than four).
 So each kernel is asked once: :func:`row_counts` computes the same rows in batches of every size, and tells which sizes agree
-with each other bit for bit. Others are padded to the next size that does. Where a kernel agrees with itself nowhere, nothing is
-padded, and ``RowCounts.exact`` says so.
+with each other bit for bit. A step's rows are then padded to the next number on which all kernels of the model agree with themselves.
 
 This is the one file that uses kernels torch does not document: the int4 and int8 products and the packed half-precision one.
 Each is looked up once; where it is missing the layer falls back to bfloat16, half or float32 weights of the same values.
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from trio_sse.backends.transformers.gguf_file import Quantised
 
@@ -33,7 +32,7 @@ __all__ = ["Kernel", "RowCounts", "dense_kernel", "has_packed_half", "int4_kerne
 Kernel = Callable[[Tensor], Tensor]  # (rows, K) float32 → (rows, N) float32
 
 _GROUP = 32
-_LARGEST = 32  # rows that one call of a padded kernel takes; more are cut into such pieces
+_LARGEST = 48  # rows that one call of a kernel takes: a prompt chunk and some; more are cut into pieces
 
 
 def _operator(namespace: str, name: str) -> Callable[..., Tensor] | None:
@@ -93,23 +92,31 @@ def int8_kernel(weight: Tensor, device: torch.device) -> Kernel | None:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Which numbers of rows one kernel treats alike. ``padded[n]`` is how many rows ``n`` rows are computed as."""
+    """The numbers of rows that a kernel treats alike, ascending. Empty: none was found, and results may differ in the last bits."""
 
-    padded: tuple[int, ...]
-    exact: bool
+    alike: tuple[int, ...]
+
+    def __and__(self, other: RowCounts) -> RowCounts:
+        """What both treat alike."""
+        return RowCounts(tuple(n for n in self.alike if n in other.alike))
+
+    def padded(self, rows: int) -> int:
+        """How many rows ``rows`` rows should be computed as: pieces of the largest number, and a last one of some number of ours."""
+        if not self.alike:
+            return rows
+        whole, rest = divmod(rows, self.alike[-1])
+        return whole * self.alike[-1] + (next(n for n in self.alike if n >= rest) if rest else 0)
 
     def wrap(self, kernel: Kernel) -> Kernel:
-        """``kernel``, called with these numbers of rows only."""
-        if not self.exact or all(n == m for n, m in enumerate(self.padded)):
+        """``kernel``, given a padded number of rows, called with pieces that it treats alike."""
+        if not self.alike:
             return kernel
-        padded, largest = self.padded, len(self.padded) - 1
+        largest = self.alike[-1]
 
         def call(x: Tensor) -> Tensor:
-            rows = x.shape[0]
-            if rows > largest:
-                return torch.cat([call(piece) for piece in x.split(largest)])
-            more = padded[rows] - rows
-            return kernel(pad(x, (0, 0, 0, more)))[:rows] if more else kernel(x)
+            if x.shape[0] <= largest:
+                return kernel(x)
+            return torch.cat([kernel(piece) for piece in x.split(largest)])
 
         return call
 
@@ -127,10 +134,7 @@ def row_counts(kernel: Kernel, columns: int, device: torch.device, largest: int 
             best = alike
         if len(best) > largest // 2:
             break
-    if not best or best[-1] < 4:
-        return RowCounts(tuple(range(largest + 1)), exact=False)
-    top = best[-1]
-    return RowCounts((0, *(min(m for m in best if m >= n) for n in range(1, top + 1))), exact=True)
+    return RowCounts(tuple(best) if len(best) > 1 else ())
 
 
 def _agrees(kernel: Kernel, x: Tensor, expected: Tensor, rows: int) -> bool:

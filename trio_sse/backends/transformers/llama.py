@@ -12,8 +12,8 @@ all rows, and only attention looks at which sequence a row belongs to::
 
 Rules:
 
-1. A row's arithmetic does not depend on the other rows: linear layers go through :class:`~…linear.RowCounts`, decoding pads lengths
-   to multiples of ``cache.ROUND``, chunks stand alone. So a sequence's logits are the same, to the bit, alone and in company.
+1. A row's arithmetic does not depend on the other rows: their number is padded as linear.py says, decoding pads lengths to multiples
+   of ``cache.ROUND``, chunks stand alone. So a sequence's logits are the same, to the bit, alone and in company.
 2. Rotary embedding treats neighbouring pairs as complex numbers. GGUF stores the rows of q and k in just that order; transformers
    keeps the halves apart. Scores are the same, because q and k are permuted alike.
 3. Only rows from which a token is to be chosen reach the head.
@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
 from trio_sse.backends.transformers.cache import CachePool, LeanCache, rounded
-from trio_sse.backends.transformers.linear import Kernel
+from trio_sse.backends.transformers.linear import Kernel, RowCounts
 
 __all__ = ["Dimensions", "Layer", "LlamaForward", "Weights"]
 
@@ -66,13 +66,17 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model. ``embedding`` (vocabulary, hidden) in any dtype; ``frequencies`` (head_dim / 2) in radians per position."""
+    """A whole model. ``embedding`` (vocabulary, hidden) in any dtype; ``frequencies`` (head_dim / 2) in radians per position.
+
+    ``rows`` are the numbers of rows that all kernels treat alike.
+    """
 
     embedding: Tensor
     layers: list[Layer]
     norm: Tensor
     head: Kernel
     frequencies: Tensor
+    rows: RowCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class _Plan:
     writes: Tensor  # (rows, 2 kv_heads), row numbers in CachePool.flat
     runs: list[_Run]
     chunks: list[_Chunk]
+    rows: int  # of tokens; those behind them are padding
 
 
 class LlamaForward:
@@ -112,6 +117,11 @@ class LlamaForward:
 
     def __init__(self, dimensions: Dimensions, weights: Weights, pool: CachePool, device: torch.device) -> None:
         self.dimensions, self.weights, self.pool, self.device = dimensions, weights, pool, device
+        wrap = weights.rows.wrap
+        self._head = wrap(weights.head)
+        self._stack = [
+            Layer(n.attention_norm, wrap(n.qkv), wrap(n.out), n.mlp_norm, wrap(n.gate_up), wrap(n.down)) for n in weights.layers
+        ]
         angles = torch.outer(torch.arange(pool.capacity, dtype=torch.float32), weights.frequencies.float())
         self._turns = torch.polar(torch.ones_like(angles), angles).to(device)
 
@@ -120,8 +130,9 @@ class LlamaForward:
         order = sorted(range(len(feeds)), key=lambda n: (len(feeds[n][1]) > 1, feeds[n][0].room))
         ordered = [feeds[n] for n in order]
         plan = self._plan(ordered)
-        ids = torch.tensor([id for _, fed in ordered for id in fed], device=self.device)
-        hidden = self._layers(self.weights.embedding[ids].float(), plan)
+        ids = torch.zeros(self.weights.rows.padded(plan.rows), dtype=torch.long)
+        ids[: plan.rows] = torch.tensor([id for _, fed in ordered for id in fed])
+        hidden = self._layers(self.weights.embedding[ids.to(self.device)].float(), plan)
         for cache, fed in ordered:
             cache.length += len(fed)
         if not wanted:
@@ -130,20 +141,22 @@ class LlamaForward:
         for n, (_, fed) in zip(order, ordered, strict=True):
             row += len(fed)
             last[n] = row
-        rows = hidden[[last[n] for n in wanted]]
-        return self.weights.head(rms_norm(rows, rows.shape[-1:], self.weights.norm, self.dimensions.eps))
+        chosen = [last[n] for n in wanted]
+        more = self.weights.rows.padded(len(chosen)) - len(chosen)
+        rows = hidden[chosen + chosen[:1] * more]
+        return self._head(rms_norm(rows, rows.shape[-1:], self.weights.norm, self.dimensions.eps))[: len(chosen)]
 
     def _layers(self, h: Tensor, plan: _Plan) -> Tensor:
         d = self.dimensions
         rows, shape, width = h.shape[0], (d.hidden,), d.heads + 2 * d.kv_heads
-        for n, layer in enumerate(self.weights.layers):
+        for n, layer in enumerate(self._stack):
             x = layer.qkv(rms_norm(h, shape, layer.attention_norm, d.eps))
             pairs = torch.view_as_complex(x.view(rows, width, -1, 2))
             turned = torch.view_as_real(pairs * plan.turns).view(rows, width, d.head_dim)
-            self.pool.flat[n][plan.writes] = turned[:, d.heads :]
-            h = h + layer.out(self._attend(n, turned[:, : d.heads], plan))
+            self.pool.flat[n][plan.writes] = turned[: plan.rows, d.heads :]
+            h += layer.out(self._attend(n, turned[:, : d.heads], plan))
             gate, up = layer.gate_up(rms_norm(h, shape, layer.mlp_norm, d.eps)).chunk(2, dim=-1)
-            h = h + layer.down(silu(gate) * up)
+            h += layer.down(silu(gate).mul_(up))
         return h
 
     def _attend(self, n: int, q: Tensor, plan: _Plan) -> Tensor:
@@ -164,7 +177,8 @@ class LlamaForward:
             v = values[heads, : chunk.length][:, None].expand(-1, d.group, -1, -1)
             out = scaled_dot_product_attention(grouped, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None)
             parts.append(out.permute(2, 0, 1, 3).reshape(rows, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        together = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return together if len(q) == plan.rows else pad(together, (0, 0, 0, len(q) - plan.rows))
 
     def _plan(self, feeds: list[tuple[LeanCache, list[int]]]) -> _Plan:
         d = self.dimensions
@@ -182,15 +196,15 @@ class LlamaForward:
             else:
                 chunks.append(_Chunk(row, row + len(fed), cache.room, end, self._triangle(cache.length, len(fed))))
             row += len(fed)
-        turns = torch.ones(row, d.heads + 2 * d.kv_heads, d.head_dim // 2, dtype=torch.complex64, device=self.device)
-        turns[:, : d.heads + d.kv_heads] = self._turns[positions][:, None]
-        return _Plan(turns, torch.cat(writes).to(self.device), self._runs(decoding), chunks)
+        turns = torch.ones(self.weights.rows.padded(row), d.heads + 2 * d.kv_heads, d.head_dim // 2, dtype=torch.complex64, device=self.device)
+        turns[:row, : d.heads + d.kv_heads] = self._turns[positions][:, None]
+        return _Plan(turns, torch.cat(writes).to(self.device), self._runs(decoding), chunks, row)
 
     def _triangle(self, before: int, count: int) -> Tensor | None:
-        """Which of ``before + count`` positions each of ``count`` new tokens sees; None where nothing came before."""
+        """What hides, from each of ``count`` new tokens, those behind it; None where nothing came before."""
         if before == 0:
             return None
-        return torch.ones(count, before + count, dtype=torch.bool, device=self.device).tril_(before)
+        return torch.full((count, before + count), float("-inf"), device=self.device).triu_(before + 1)
 
     def _runs(self, decoding: list[LeanCache]) -> list[_Run]:
         """Cuts the decoding rows, ordered by room, where rooms are not neighbours or padding would cost more than a call."""

@@ -99,13 +99,11 @@ def _load_gguf(
     sizes = dimensions(ready.index.metadata)
     held = resolve_dtype(dtype, tensors, device)
     progress(f"reading the weights as {held}")
-    weights, exact = read_weights(tensors, held, device, progress)
+    weights = read_weights(tensors, held, device, progress)
     budget = _budget()
     rooms = slots or default_rooms(sizes, budget)
     describe = describer(ready.tokenizer.backend_tokenizer)
-    steps = LeanModel(
-        sizes, weights, eos=ready.eos, rooms=rooms, budget=budget, describe=describe, device=device, exact=exact
-    )
+    steps = LeanModel(sizes, weights, eos=ready.eos, rooms=rooms, budget=budget, describe=describe, device=device)
     return LoadedModel(name, held, steps, ready.tokenizer, rooms)
 
 
