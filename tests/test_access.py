@@ -274,3 +274,29 @@ async def test_cancel_twice_while_it_ends(nursery: trio.Nursery, autojump_clock:
     assert (await ask(stage, get("/requests/drain", method="DELETE"))).status == 404
     assert [record.outcome for record in stage.records if record.route == "/events"] == [Outcome.CANCELLED]
     await stage.settled()
+
+
+# ---- The lab ----
+
+
+@pytest.mark.parametrize("header", ["Forwarded: for=10.0.0.1", "X-Forwarded-For: 10.0.0.1", "Via: 1.1 proxy"])
+async def test_the_lab_is_not_for_proxies(header: str, nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    stage = Stage(nursery)
+    for path in ("/events", "/traces", "/traces/x"):
+        answer = await ask(stage, get(path, header))
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert (await ask(stage, post("/generate", {"prompt": "hi"}, header))).status == 200
+    assert stage.script_backend.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "there"),
+    [({"host": "127.0.0.1"}, True), ({"host": "::1"}, True), ({"host": "0.0.0.0"}, False), ({"uds": "/x"}, False),
+     ({"host": "0.0.0.0", "lab": True}, True), ({"host": "127.0.0.1", "lab": False}, False)],
+)  # fmt: skip
+async def test_where_the_lab_is(options: dict[str, object], there: bool, nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    stage = Stage(nursery, **({"lab": None} | options))  # type: ignore[arg-type]
+    assert (await ask(stage, get("/events?events=1"))).status == (200 if there else 404)
+    assert (await ask(stage, get("/events?events=1", method="OPTIONS"))).status == (204 if there else 404)
+    assert (await ask(stage, get("/traces"))).status == (200 if there else 404)
+    assert bool(stage.records[0].marks) is there

@@ -109,6 +109,18 @@ async def test_leaving_is_seen_behind_pipelined_bytes(leave: str, nursery: trio.
         assert stage.records[0].events_produced <= 4
 
 
+async def test_pipelining_leaves_the_others_their_turn(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    stage = Stage(nursery)
+    greedy = stage.connect()
+    await wait_all_tasks_blocked()
+    greedy.send(get("/healthz") * 1000)
+    turns = 0
+    while bytes(greedy.received).count(b"200 OK") < 1000:
+        await trio.lowlevel.checkpoint()
+        turns += 1
+    assert turns >= 500
+
+
 async def test_read_ahead_is_bounded(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
     """Past the bound bytes are thrown away and the connection ends with the response, without a half-read request being run."""
     stage = Stage(nursery)
@@ -185,7 +197,8 @@ async def test_head_says_what_get_would(nursery: trio.Nursery, autojump_clock: M
     targets = ["/healthz", "/readyz", "/v1/models", "/v1/models/scripted", "/traces", "/events?events=3", "/events?events=x", "/nowhere"]
     for target in targets:
         peer = stage.connect()
-        peer.send(get(target, "X-Request-Id: r", method="HEAD") + get(target, "X-Request-Id: r"))
+        own = f"X-Request-Id: {targets.index(target)}"
+        peer.send(get(target, own, method="HEAD") + get(target, own))
         head, whole = await wait_answers(peer, "HEAD", "GET")
         assert head.body == b""
         assert head.status == whole.status
