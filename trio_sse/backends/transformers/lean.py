@@ -214,10 +214,8 @@ class LeanModel:
 
     @torch.inference_mode()
     def logits(self, cache: Cache, ids: list[int]) -> Tensor:
-        """Feeds ``ids`` and gives the logits after the last one, (vocabulary,) float32: for measuring quality."""
-        logits = self._forward([(_lean(cache), ids)], [0])
-        assert logits is not None
-        return logits[0]
+        """Feeds ``ids`` and gives the logits after each of them, (len(ids), vocabulary) float32: for measuring quality."""
+        return self._forward.every(_lean(cache), ids)
 
     def close(self, cache: Cache) -> int:
         lean = _lean(cache)

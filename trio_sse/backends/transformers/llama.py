@@ -127,24 +127,33 @@ class LlamaForward:
 
     def __call__(self, feeds: list[tuple[LeanCache, list[int]]], wanted: list[int]) -> Tensor | None:
         """Feeds tokens to caches; gives float32 logits (len(wanted), vocabulary) after the last token of each feed in ``wanted``."""
+        hidden, last = self._hidden(feeds)
+        return self._logits(hidden, [last[n] for n in wanted]) if wanted else None
+
+    def every(self, cache: LeanCache, ids: list[int]) -> Tensor:
+        """Feeds ``ids`` and gives the logits after each of them, (len(ids), vocabulary): for measuring quality."""
+        hidden, _ = self._hidden([(cache, ids)])
+        return self._logits(hidden, list(range(len(ids))))
+
+    def _hidden(self, feeds: list[tuple[LeanCache, list[int]]]) -> tuple[Tensor, list[int]]:
+        """One pass over all layers: hidden states by row, and the row of each feed's last token."""
         order = sorted(range(len(feeds)), key=lambda n: (len(feeds[n][1]) > 1, feeds[n][0].room))
         ordered = [feeds[n] for n in order]
         plan = self._plan(ordered)
         ids = torch.zeros(self.weights.rows.padded(plan.rows), dtype=torch.long)
         ids[: plan.rows] = torch.tensor([id for _, fed in ordered for id in fed])
         hidden = self._layers(self.weights.embedding[ids.to(self.device)].float(), plan)
-        for cache, fed in ordered:
+        last, row = [0] * len(feeds), -1
+        for n, (cache, fed) in zip(order, ordered, strict=True):
             cache.length += len(fed)
-        if not wanted:
-            return None
-        last, row = {}, -1
-        for n, (_, fed) in zip(order, ordered, strict=True):
             row += len(fed)
             last[n] = row
-        chosen = [last[n] for n in wanted]
-        more = self.weights.rows.padded(len(chosen)) - len(chosen)
-        rows = hidden[chosen + chosen[:1] * more]
-        return self._head(rms_norm(rows, rows.shape[-1:], self.weights.norm, self.dimensions.eps))[: len(chosen)]
+        return hidden, last
+
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        more = self.weights.rows.padded(len(rows)) - len(rows)
+        chosen = hidden[rows + rows[:1] * more]
+        return self._head(rms_norm(chosen, chosen.shape[-1:], self.weights.norm, self.dimensions.eps))[: len(rows)]
 
     def _layers(self, h: Tensor, plan: _Plan) -> Tensor:
         d = self.dimensions

@@ -83,7 +83,9 @@ def load_model(
     if path.is_dir():
         from trio_sse.backends.transformers.generic import load_folder
 
-        steps, held, tokenizer, rooms = load_folder(path, device=where, dtype=dtype, slots=slots, budget=_budget(), progress=progress)
+        steps, held, tokenizer, rooms = load_folder(
+            path, device=where, dtype=dtype, slots=slots, budget=_budget(), describer=describer, progress=progress
+        )
         return LoadedModel(name, held, steps, tokenizer, rooms)
     if not path.is_file():
         raise ConfigError(f"--model: {model} is neither smollm2 nor a folder nor a .gguf file")

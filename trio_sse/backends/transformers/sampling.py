@@ -16,6 +16,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -63,16 +64,26 @@ class Sampler:
         """The next token's id for one row of float32 logits, and takes note of it."""
         if not torch.isfinite(logits.max()):
             raise FloatingPointError("the model's logits are not finite")
-        s = self.sampling
-        scores = self._adjusted(logits)
-        if s.temperature == 0:
-            token = int(scores.argmax())
+        if self.sampling.temperature == 0:
+            token = int(self._adjusted(logits).argmax())
         else:
-            token = self._draw(scores / s.temperature)
+            probabilities, ids = self.distribution(logits)
+            place = _walk(probabilities, float(torch.rand((), generator=self._generator, dtype=torch.float64)))
+            token = place if ids is None else int(ids[place])
         if self.penalised:
             self._counts[token] += 1
             self._seen[token] = True
         return token
+
+    def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What a draw is made from: probabilities, and the ids they belong to; None where they are those of all tokens in order."""
+        s = self.sampling
+        scores = self._adjusted(logits) / s.temperature
+        # A top_k of all tokens or more cuts nothing.
+        if 0 < s.top_k < scores.numel() or s.top_p < 1 or s.min_p > 0:
+            kept, ids = self._kept(scores)
+            return torch.softmax(kept, -1), ids
+        return torch.softmax(scores, -1), None
 
     def _adjusted(self, logits: Tensor) -> Tensor:
         """With bias and penalties; ``logits`` itself where there are none."""
@@ -86,40 +97,29 @@ class Sampler:
             scores = scores - s.frequency_penalty * self._counts - s.presence_penalty * (self._counts > 0)
         return scores
 
-    def _draw(self, scores: Tensor) -> int:
-        s = self.sampling
-        uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        # A top_k of all tokens or more cuts nothing.
-        cut = 0 < s.top_k < scores.numel() or s.top_p < 1 or s.min_p > 0
-        if not cut:
-            return _walk(torch.softmax(scores, -1), uniform)
-        kept, ids = self._kept(scores)
-        return int(ids[_walk(torch.softmax(kept, -1), uniform)])
-
     def _kept(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The scores that stay, likeliest first, and their ids."""
-        s, size = self.sampling, scores.numel()
-        top_k = s.top_k if 0 < s.top_k < size else size
-        total = None if top_k < size or s.top_p >= 1 else torch.logsumexp(scores, -1)
-        count = min(max(_CANDIDATES, top_k if top_k < size else 0), size)
+        size = scores.numel()
+        limit = self.sampling.top_k if 0 < self.sampling.top_k < size else size
+        everywhere = torch.softmax(scores, -1) if limit == size else None
+        taken = limit if limit < size else min(_CANDIDATES, size)
         while True:
-            values, ids = torch.topk(scores, count)
-            keep = top_k if top_k < size else count
-            bounded = keep < count or count == size or top_k < size
-            if s.top_p < 1:
-                mass = torch.softmax(values[:keep], -1) if total is None else torch.exp(values[:keep] - total)
-                # A token stays while the mass in front of it is below top_p: the one that crosses the line is the last to stay.
-                keep = max(1, int((mass.cumsum(-1) - mass < s.top_p).sum()))
-                bounded = bounded or keep < count
-            if s.min_p > 0:
-                # Relative to the likeliest, which cutting the tail and renormalising leave as it is.
-                floor = values[0] + torch.log(torch.tensor(s.min_p))
-                likely = int((values[:keep] >= floor).sum())
-                bounded = bounded or likely < keep
-                keep = max(1, likely)
-            if bounded:
+            values, ids = torch.topk(scores, taken)
+            keep = self._cut(values, torch.softmax(values, -1) if everywhere is None else everywhere[ids])
+            if keep < taken or taken == limit:
                 return values[:keep], ids[:keep]
-            count = min(count * 8, size)
+            taken = min(8 * taken, size)
+
+    def _cut(self, values: Tensor, mass: Tensor) -> int:
+        """How many of ``values`` (likeliest first) top_p and min_p leave; ``mass`` is their share of all that top_k left."""
+        s, keep = self.sampling, values.numel()
+        if s.top_p < 1:
+            # A token stays while the mass in front of it is below top_p: the one that crosses the line is the last to stay.
+            keep = int((mass.cumsum(-1) - mass < s.top_p).sum())
+        if s.min_p > 0:
+            # Relative to the likeliest, which cutting the tail and renormalising leave as it is.
+            keep = min(keep, int((values >= values[0] + math.log(s.min_p)).sum()))
+        return max(1, keep)
 
 
 def _walk(probabilities: Tensor, uniform: float) -> int:
