@@ -31,6 +31,7 @@ import ssl
 import struct
 import sys
 from abc import ABC, abstractmethod
+from array import array
 
 import trio
 
@@ -39,6 +40,8 @@ from trio_sse.errors import ConnectionLost, PeerStalled
 if sys.platform == "linux":
     import fcntl
     import termios
+
+    _answer = array("i", [0])  # of an ioctl
 
 __all__ = ["SocketTransport", "TlsTransport", "Transport"]
 
@@ -242,11 +245,14 @@ class SocketTransport(Transport):
     def unsent(self) -> tuple[int | None, int | None]:
         if sys.platform != "linux" or self._closed or self.local is None:
             return _UNSENT_UNKNOWN
-        with contextlib.suppress(OSError):
-            unsent = fcntl.ioctl(self._sock.fileno(), _SIOCOUTQNSD, b"\0\0\0\0")
-            unacked = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
-            return int.from_bytes(unsent, sys.byteorder), int.from_bytes(unacked, sys.byteorder)
-        return _UNSENT_UNKNOWN
+        try:
+            # Asked for each write of a traced stream, so without making anything: the kernel writes into an array that is there.
+            fcntl.ioctl(self._sock, _SIOCOUTQNSD, _answer)
+            unsent = _answer[0]
+            fcntl.ioctl(self._sock, termios.TIOCOUTQ, _answer)
+        except OSError:
+            return _UNSENT_UNKNOWN
+        return unsent, _answer[0]
 
 
 def _tune_tcp(sock: socket.socket, write_timeout: float) -> None:
