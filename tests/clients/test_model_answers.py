@@ -11,12 +11,18 @@ from tests.support.openai_wire import Json, chunks, document_text, read_document
 
 from .conftest import Servers
 
-pytestmark = [pytest.mark.model, pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STORY = "Tell me a short story about a llama who learns to swim."
 END = "2"  # <|im_end|>
-SAMPLING = [{"temperature": 0}, {"temperature": 1, "seed": 7}, {"seed": 11, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}]
+# Greedy and seeded, over both paths; the seeded ones with OpenAI's default temperature and with everything that cuts.
+REQUESTS = [
+    (CHAT, {"temperature": 0}),
+    (CHAT, {"seed": 7}),
+    (COMPLETIONS, {"temperature": 0}),
+    (COMPLETIONS, {"seed": 11, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.2}),
+]
 
 
 def ask(servers: Servers, path: str, **fields: Any) -> httpx2.Response:
@@ -33,7 +39,7 @@ def both_ways(servers: Servers, path: str, **fields: Any) -> Json:
     streamed = ask(servers, path, **fields, stream=True, stream_options={"include_usage": True})
     *found, finish, usage = chunks(streamed.content)
     assert text_of([*found, finish]) == document_text(document)
-    assert "\ufffd" not in document_text(document)
+    assert "\ufffd" not in document_text(document)[:-1], "only the limit may cut a character, and then it is the last"
     assert finish["choices"][0]["finish_reason"] == document["choices"][0]["finish_reason"]
     assert usage["usage"] == document["usage"]
     return document
@@ -44,28 +50,25 @@ def reason(document: Json) -> str:
     return found
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize(("path", "sampling"), REQUESTS, ids=str)
 def test_s15_ends_by_length(path: str, sampling: Json, model_server: Servers) -> None:
-    document = both_ways(model_server, path, max_tokens=12, logit_bias={END: -100}, **sampling)
+    document = both_ways(model_server, path, max_tokens=6, logit_bias={END: -100}, **sampling)
     assert reason(document) == "length"
-    assert document["usage"]["completion_tokens"] == 12
+    assert document["usage"]["completion_tokens"] == 6
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize(("path", "sampling"), REQUESTS, ids=str)
 def test_s15_ends_by_a_stop_string(path: str, sampling: Json, model_server: Servers) -> None:
-    free = both_ways(model_server, path, max_tokens=24, logit_bias={END: -100}, **sampling)
+    free = both_ways(model_server, path, max_tokens=14, logit_bias={END: -100}, **sampling)
     text = document_text(free)
     stop = text[len(text) // 2 : len(text) // 2 + 5]  # across tokens, as a rule, and inside them
-    stopped = both_ways(model_server, path, max_tokens=24, logit_bias={END: -100}, stop=["\0never", stop], **sampling)
+    stopped = both_ways(model_server, path, max_tokens=14, logit_bias={END: -100}, stop=["\0never", stop], **sampling)
     assert document_text(stopped) == text[: text.index(stop)]
     assert reason(stopped) == "stop"
     assert stopped["usage"]["completion_tokens"] <= free["usage"]["completion_tokens"]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize(("path", "sampling"), REQUESTS, ids=str)
 def test_s15_ends_by_the_end_token(path: str, sampling: Json, model_server: Servers) -> None:
     document = both_ways(model_server, path, max_tokens=12, logit_bias={END: 100}, **sampling)
     assert reason(document) == "stop"
@@ -80,7 +83,7 @@ def test_s15_a_natural_end(model_server: Servers) -> None:
 
 
 def test_seeds_decide(model_server: Servers) -> None:
-    texts = [document_text(ask(model_server, CHAT, seed=seed, max_tokens=16).json()) for seed in (1, 1, 2)]
+    texts = [document_text(ask(model_server, CHAT, seed=seed, max_tokens=10).json()) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
