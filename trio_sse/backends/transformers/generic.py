@@ -60,8 +60,9 @@ class GenericModel:
         self._model, self._describe = model, describe
         self._vocabulary = int(config.vocab_size)
         # Only the last position's logits are looked at, and most models can be told so.
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._options = {"logits_to_keep": 1} if keeps else {}
+        takes = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._past = "cache" if "cache" in takes else "past_key_values"  # as newer and older versions call it
         self._token_bytes = self._measure()
         self.pool_bytes = min(budget, rooms * self.cache_bytes(self.context))
 
@@ -87,8 +88,8 @@ class GenericModel:
         if not ids or cache.length + len(ids) > cache.capacity:
             raise ValueError(f"{len(ids)} tokens after {cache.length} do not fit a cache of {cache.capacity}")
         fed = torch.tensor([ids], device=self._model.device)
-        out = self._model(input_ids=fed, past_key_values=cache.past, use_cache=True, **self._options)
-        cache.past = out.past_key_values
+        out = self._model(input_ids=fed, use_cache=True, **{self._past: cache.past}, **self._options)
+        cache.past = out[self._past]
         cache.length += len(ids)
         logits: Tensor = out.logits[0, -1].float()
         return logits
@@ -118,9 +119,9 @@ class GenericModel:
         count = min(_PROBE, self.context)
         fed = torch.zeros(1, count, dtype=torch.long, device=self._model.device)
         out = self._model(input_ids=fed, use_cache=True, **self._options)
-        if getattr(out, "past_key_values", None) is None:
+        if out.get(self._past) is None:
             raise ConfigError("--model: this kind of model keeps no cache of keys and values, and cannot be streamed here")
-        return max(1, sum(tensor.nbytes for tensor in _tensors(out.past_key_values)) // count)
+        return max(1, sum(tensor.nbytes for tensor in _tensors(out[self._past])) // count)
 
 
 def _tensors(past: Any) -> Iterator[Tensor]:
