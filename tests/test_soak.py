@@ -38,7 +38,7 @@ def test_lines_in_the_log_are_found() -> None:
 def test_what_is_left_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict.fromkeys(("descriptors", "threads", "tasks", "running", "waiting", "lost"), 3.0)
     monkeypatch.setattr(soak, "QUIET", 0.0)
-    monkeypatch.setattr(soak.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("scripts.soak.time.sleep", lambda seconds: None)
     monkeypatch.setattr(soak, "take_sample", lambda *_: {**before, name: 4.0})
     server: Any = None
     assert soak.quieten(server, Path(), 0.0, before)[1] == [f"{name}: 3 before, 4 after"]
