@@ -22,7 +22,7 @@ from tests.support.stage import Stage
 from trio_sse.evidence.process import Server
 from trio_sse.trace import Outcome
 
-__all__ = ["LiveStage", "ServerProcess", "live", "read_until", "tcp"]
+__all__ = ["LiveStage", "ServerProcess", "has_ipv6", "live", "read_until", "tcp"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0  # seconds in which whatever must happen has happened, on a busy machine too
@@ -106,6 +106,14 @@ class ServerProcess(Server):
 
     def descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def tcp(address: tuple[str, int], *, receive_buffer: int | None = None, timeout: float = PATIENCE) -> socket.socket:
