@@ -69,7 +69,7 @@ class Config:
     header_timeout: float = _option(10.0, "absolute deadline for a request's head", unit="S", low=0.001)
     body_timeout: float = _option(30.0, "absolute deadline for a request's body", unit="S", low=0.001)
     keep_alive: float = _option(5.0, "idle time between two requests", unit="S", low=0.001)
-    request_deadline: float = _option(0.0, "whole request, waiting included; 0 is none", unit="S", low=0)
+    request_deadline: float = _option(0.0, "whole request from its last byte on, waiting included; 0 is none", unit="S", low=0)
     cancel_grace: float = _option(30.0, "longest wait for cancelled or draining work to end", unit="S", low=0.001)
     step_timeout: float = _option(60.0, "a model step older than this makes /readyz 503", unit="S", low=0.001)
     grace: float = _option(10.0, "graceful shutdown: time for open streams to finish", unit="S", low=0)
