@@ -372,8 +372,8 @@ class _Pipe(trio.abc.Stream):
         self.ended = False  # the lower side said end of file
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await trio.lowlevel.checkpoint()  # before, not after: once the kernel has taken it nothing may come between it and its account
         self._lower.write(bytes(data))
-        await trio.lowlevel.checkpoint()
         await self._lower.flush(self.timeout)
 
     async def wait_send_all_might_not_block(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trio_sse.errors import Busy, UpstreamFailed
-from trio_sse.simulated import SimulatedPeer, SimulatedTransport
+from trio_sse.simulated import SimulatedPeer
 from trio_sse.trace import Outcome
 
 if TYPE_CHECKING:
@@ -38,14 +38,6 @@ def cancel_request(scene: ServerScene) -> None:
     if scene.scope is not None:
         scene.scope.cancel()
         scene.must_end()
-
-
-def cancel_connection(scene: ServerScene) -> None:
-    for connection, scope in scene.stage.server._connections.items():
-        transport = connection.transport
-        if isinstance(transport, SimulatedTransport) and transport.client is scene.peer:
-            scope.cancel()
-            scene.must_end()
 
 
 def cancel_server(scene: ServerScene) -> None:
@@ -147,7 +139,7 @@ MORE = (Outcome.REJECTED, Outcome.CLIENT_DISCONNECTED)
 FAULTS: dict[str, Fault] = {
     "delete": Fault(delete, (Outcome.CANCELLED,)),
     "cancel_request": Fault(cancel_request, (Outcome.SHUTDOWN,)),
-    "cancel_connection": Fault(cancel_connection, (Outcome.SHUTDOWN,)),
+    "cancel_connection": Fault(lambda scene: scene.cancel_connection(), (Outcome.SHUTDOWN,)),
     "cancel_server": Fault(cancel_server, (Outcome.SHUTDOWN, Outcome.REJECTED, Outcome.BACKEND_ERROR)),  # a stopping engine refuses
     "shutdown": Fault(shutdown, (Outcome.SHUTDOWN, Outcome.REJECTED)),
     "fin": Fault(on_peer(SimulatedPeer.close, ends=True), GONE),

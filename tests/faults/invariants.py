@@ -128,7 +128,7 @@ def check_bytes(scene: ServerScene) -> None:
     peer = scene.peer
     if peer is None:
         return
-    raw = bytes(peer.received + peer._buffer)
+    raw = scene.plaintext(bytes(peer.received + peer._buffer))
     methods = [*scene.scenario.methods, *("GET" for _ in scene.injected)]
     scene.replies = read_replies(raw, methods, ended=peer.ended and not peer.aborted)
     assert len(scene.replies) <= len(scene.closed), f"{len(scene.replies)} responses to {len(scene.closed)} requests"

@@ -6,6 +6,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.faults.scene import Client, Scenario, ServerScene
+from tests.faults.tls_client import over_tls
 from tests.support.stage import get, post
 from trio_sse.script import Script
 from trio_sse.trace import Outcome
@@ -90,6 +91,30 @@ async def slow_upload(scene: ServerScene) -> None:
     await scene.until(1)
 
 
+async def refused_upload(scene: ServerScene) -> None:
+    """Refused by its declared length, while the client is still sending."""
+    scene.connect()
+    scene.say(b"POST /generate HTTP/1.1\r\nHost: t\r\nContent-Length: 99999999\r\n\r\n{")
+    for _ in range(3):
+        await trio.sleep(0.5)
+        scene.say(b"x" * 1000)
+    await scene.until(1, b'"param"')
+    peer = scene.peer
+    if peer is not None and not peer.closed:
+        peer.shutdown_write()
+
+
+async def makes_room(scene: ServerScene) -> None:
+    """At the connection limit: somebody who is idle has to go for us."""
+    other = scene.dial()
+    other.send(get("/healthz"))
+    await wait_all_tasks_blocked()
+    scene.connect()
+    scene.say(GENERATE)
+    await scene.until(1)
+    other.close()
+
+
 async def two_streams(scene: ServerScene) -> None:
     """A neighbour in the same model steps."""
     other = scene.dial()
@@ -103,6 +128,7 @@ async def two_streams(scene: ServerScene) -> None:
 
 LATE = frozenset({Outcome.COMPLETED, Outcome.DEADLINE_EXCEEDED})
 UPLOADED = frozenset({Outcome.COMPLETED, Outcome.CLIENT_DISCONNECTED, Outcome.REJECTED})  # half a request is refused, or just gone
+TLS_CUT = frozenset({Outcome.COMPLETED, Outcome.CLIENT_DISCONNECTED})  # end of file without close_notify is no half-close
 
 _ALL = [
     Scenario("stream", asks(GENERATE)),
@@ -150,6 +176,11 @@ _ALL = [
     Scenario("upload", slow_upload, outcomes=UPLOADED),
     Scenario("http-1.0", asks(GENERATE.replace(b"HTTP/1.1", b"HTTP/1.0"), mark=b"[DONE]\n\n")),
     Scenario("refused", asks(post("/generate", {"prompt": ""}), mark=b'"param"'), outcomes=frozenset({Outcome.REJECTED})),
+    Scenario("refused-upload", refused_upload, outcomes=frozenset({Outcome.REJECTED})),
+    Scenario("makes-room", makes_room, options={"max_connections": 1}),
+    Scenario("tls", over_tls(GENERATE), outcomes=TLS_CUT),
+    Scenario("tls-json", over_tls(JSON, JSON_END), outcomes=TLS_CUT),
+    Scenario("tls-half-closed", over_tls(GENERATE, half_close=True), script=SLOW, outcomes=TLS_CUT),
     Scenario("small", asks(get("/healthz"), get("/v1/models"), mark=b"}"), ("GET", "GET")),
     Scenario("engine", asks(GENERATE), script=None),
     Scenario("engine-chat", asks(post("/v1/chat/completions", {**CHAT, "stream": True}, "X-Request-Id: one")), script=None),

@@ -33,8 +33,9 @@ from trio_sse.http11 import Http11Connection, Request
 from trio_sse.script import Script
 from trio_sse.simulated import SimulatedPeer, SimulatedTransport, simulated_pair
 from trio_sse.trace import Outcome, Record
+from trio_sse.transport import TlsTransport
 
-__all__ = ["LIMIT", "Scenario", "ServerScene"]
+__all__ = ["LIMIT", "Scenario", "ServerScene", "client_of"]
 
 LIMIT = 120.0  # virtual seconds: write timeout, cancel grace, queue timeout, keep-alive, 30 s of lingering, and the longest script
 OPTIONS = {
@@ -70,6 +71,14 @@ class Scenario:
     window: int = 65536
 
 
+def client_of(connection: Http11Connection) -> SimulatedPeer:
+    """Who is at the other end, of TLS too."""
+    transport = connection.transport
+    lower = transport._lower if isinstance(transport, TlsTransport) else transport
+    assert isinstance(lower, SimulatedTransport)
+    return lower.client
+
+
 class ServerScene(Scene):
     """One run of ``scenario``.
 
@@ -85,6 +94,7 @@ class ServerScene(Scene):
         self.whole = whole
         self.variant = variant
         self.replies: list[Reply] = []
+        self.plaintext: Callable[[bytes], bytes] = bytes  # of what the client has received; TLS has another
         self.injected: list[str] = []
         self.peer: SimulatedPeer | None = None
         self.peers: list[SimulatedPeer] = []
@@ -128,6 +138,13 @@ class ServerScene(Scene):
     def mine(self, record: Record) -> bool:
         """Whether it belongs to the watched connection."""
         return any(each is record for each in self.mine_records)
+
+    def cancel_connection(self) -> None:
+        """Cancels the task of the watched connection."""
+        for connection, scope in self.stage.server._connections.items():
+            if client_of(connection) is self.peer:
+                scope.cancel()
+                self.must_end()
 
     def must_end(self) -> None:
         """From now on the watched connection's exchange has to end soon."""
@@ -233,9 +250,7 @@ class ServerScene(Scene):
 
     def _begin(self, connection: Http11Connection) -> None:
         self.begun += 1
-        transport = connection.transport
-        assert isinstance(transport, SimulatedTransport)
-        _current.set(transport.client)
+        _current.set(client_of(connection))
 
     def _exchange_class(self) -> type[Exchange]:
         """The exchange there is (or its variant), in a scope of its own and known to the scene."""
@@ -272,6 +287,7 @@ class ServerScene(Scene):
         if self.house.cancel_scope.cancel_called or self.shutting_down.is_set():
             return
         self.backend.disarm()
+        self.stage.server._tls = None
         vars(self.stage.server.routes.admission).pop("check", None)
         peer = self.stage.connect()
         peer.send(NEXT)
