@@ -152,10 +152,18 @@ def test_the_median_is_a_measured_value_and_companions_do_not_count() -> None:
 def test_a_rule_that_is_broken_in_one_run_does_not_hold() -> None:
     case = matrix.parse(MATRIX).cases[0]
     exchanges = load(lines(1, abort_marks(), "client_disconnected") + lines(2, abort_marks(), "cancelled"))
-    results = {rule: (held, told) for rule, held, told in verdicts(case, summarise(exchanges))}
-    assert results["outcome = client_disconnected"] == (False, "cancelled")
-    assert results["completed_after_verdict = 0"] == (True, "0")
-    assert results["produced >= 5"] == (False, "4")
+    results = {rule: (held, values) for rule, held, values in verdicts(case, summarise(exchanges))}
+    assert results["outcome = client_disconnected"] == (False, ["cancelled"])
+    assert results["completed_after_verdict = 0"] == (True, [0, 0])
+    assert results["produced >= 5"] == (False, [4, 4])
+
+
+def test_values_are_told_in_the_order_of_numbers() -> None:
+    assert report.told([8.68, 2.025, 0.17, 9, None]) == "0.17 … None"
+    assert report.told([8.68, 2.025, 0.17, 10, 10]) == "0.17 … 10"
+    assert report.told([3, 2, 3]) == "2, 3"
+    assert report.told(["b", "a"]) == "a, b"
+    assert report.told([8.68, 2.025, 0.17, 9], 1) == "9 … 2.025"  # as recordings of the first form have it
 
 
 @pytest.mark.parametrize("bad", ["{", '{"run": 1, "exchange": 1, "side": "server", "at": 1, "mark": "eof"}', "7", '{"run": 1}'])

@@ -259,3 +259,12 @@ def test_a_flipped_byte_anywhere_in_the_committed_evidence_is_noticed(
     for recording in committed:
         for name in manifest.files_of(recording):
             assert f"{copied / recording.name / name}: its SHA-256" in said
+
+
+def test_the_walkthrough_quotes_the_recording() -> None:
+    page = (ROOT / "evidence/WALKTHROUGH.md").read_text()
+    report = (ROOT / "evidence/2/report.md").read_text().split("## One cancelled stream, mark by mark")[1]
+    quoted = [line for line in page.splitlines() if " ms  " in line]
+    assert len(quoted) > 20
+    assert set(quoted) <= set(report.splitlines())
+    assert quoted == sorted(quoted, key=lambda line: float(line.split()[0]))

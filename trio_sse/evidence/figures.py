@@ -272,8 +272,8 @@ def _spread(values: list[Value]) -> dict[str, object]:
     return {"median": ", ".join(told) if told else None, "min": None, "max": None, "values": values}
 
 
-def verdicts(case: Case, summary: dict[str, dict[str, object]]) -> list[tuple[str, bool, str]]:
-    """For each rule of ``case``: the rule, whether it held in every run, and the values that speak against it (else the spread)."""
+def verdicts(case: Case, summary: dict[str, dict[str, object]]) -> list[tuple[str, bool, list[Value]]]:
+    """For each rule of ``case``: the rule, whether it held in every run, and the values that speak against it (else all values)."""
     results = []
     for rule in case.must:
         if rule.figure not in FIGURES:
@@ -282,7 +282,5 @@ def verdicts(case: Case, summary: dict[str, dict[str, object]]) -> list[tuple[st
         if not isinstance(values, list):
             raise TraceError(f"{case.name}: {rule.figure} has no values")
         against = [value for value in values if not rule.holds(value)]
-        told = sorted({str(value) for value in (against or values)}, key=lambda text: (len(text), text))
-        shown = ", ".join(told) if len(told) <= 3 else f"{told[0]} … {told[-1]}"
-        results.append((str(rule), bool(values) and not against, shown))
+        results.append((str(rule), bool(values) and not against, against or values))
     return results

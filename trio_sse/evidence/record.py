@@ -114,7 +114,8 @@ def seal(recording: Path, target: Path, chosen: Matrix, runs: int, facts: dict[s
     for case in chosen.cases:
         if case.timeline:
             timelines.draw(recording / "timelines" / f"{case.name}.svg", case, traces[case.name])
-        failed += [f"{case.name}: {rule} (measured: {told})" for rule, held, told in verdicts(case, summaries[case.name]) if not held]
+        results = verdicts(case, summaries[case.name])
+        failed += [f"{case.name}: {rule} (measured: {report.told(values)})" for rule, held, values in results if not held]
     manifest.bind(recording)
     recording.rename(target)
     manifest.write_sums(target.parent, target.name)

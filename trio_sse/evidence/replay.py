@@ -147,9 +147,9 @@ def _check_contents(recording: Path) -> tuple[int, list[str]]:
     try:
         chosen = cases.chosen(tuple(traces))
         summaries = {name: summarise(exchanges) for name, exchanges in traces.items()}
-        text = report.render(recording.resolve().name, chosen, stored["runs"], environment, summaries, traces)
+        text = report.render(recording.resolve().name, chosen, stored["runs"], environment, summaries, traces, stored["format"])
         count, problems = _compare_figures(recording / "figures.json", stored["cases"], summaries)
-        if stored["format"] != report.FORMAT:
+        if stored["format"] not in range(1, report.FORMAT + 1):
             problems.append(f"{recording / 'figures.json'}: format {stored['format']} is not known")
     except _DAMAGE as error:
         raise _Damaged(f"{recording}: does not fit together ({type(error).__name__}: {error})") from error

@@ -1,7 +1,10 @@
 """The report of a recording, as Markdown. The same figures give the same bytes, everywhere; the standard library only.
 
 What is written here is part of every recording made so far: a change would make their reports differ from what is regenerated.
-Whoever changes it raises :data:`FORMAT` and keeps the old wording for recordings of the old format.
+Whoever changes it raises :data:`FORMAT` and keeps the old form for the recordings that have it:
+
+1. Values beside a rule were ordered as text, so that ``1.5 … 2.025`` could hide an 8.68.
+2. They are ordered as numbers.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from trio_sse.evidence.figures import FIGURES, verdicts
 from trio_sse.evidence.matrix import Matrix
 from trio_sse.evidence.traces import Exchange
 
-__all__ = ["FORMAT", "render", "walk"]
+__all__ = ["FORMAT", "render", "told", "walk"]
 
-FORMAT = 1
+FORMAT = 2
 
 Summary = dict[str, dict[str, object]]  # figure → median, min, max, values
 Summaries = dict[str, Summary]  # case → its summary
@@ -52,7 +55,13 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def render(
-    name: str, matrix: Matrix, runs: int, environment: dict[str, object], summaries: Summaries, traces: dict[str, list[Exchange]]
+    name: str,
+    matrix: Matrix,
+    runs: int,
+    environment: dict[str, object],
+    summaries: Summaries,
+    traces: dict[str, list[Exchange]],
+    form: int = FORMAT,
 ) -> str:
     """The whole report.
 
@@ -63,12 +72,13 @@ def render(
       environment: what ``environment.json`` says.
       summaries: :func:`~trio_sse.evidence.figures.summarise` of each case.
       traces: the exchanges of each case, of which one is told mark by mark.
+      form: the recording's format.
     """
     parts = [_opening(name, matrix, runs, environment), _beside_reference(matrix, summaries)]
     for title, text, columns in _TABLES:
         rows = [[f"`{case.name}`", *(_spread(summaries[case.name][column]) for column in columns)] for case in matrix.cases]
         parts.append(f"## {title}\n\n{text}\n\n{_table(['case', *columns], rows)}")
-    parts.append(_must_hold(matrix, summaries))
+    parts.append(_must_hold(matrix, summaries, form))
     parts.append(_tracing_cost(summaries))
     parts.append(_timelines(matrix))
     walked = [exchange for exchange in traces.get(matrix.walkthrough, []) if exchange.role == "subject"]
@@ -105,11 +115,11 @@ def _beside_reference(matrix: Matrix, summaries: Summaries) -> str:
     )
 
 
-def _must_hold(matrix: Matrix, summaries: Summaries) -> str:
+def _must_hold(matrix: Matrix, summaries: Summaries, form: int) -> str:
     rows = []
     for case in matrix.cases:
-        for rule, held, told in verdicts(case, summaries[case.name]):
-            rows.append([f"`{case.name}`", f"`{rule}`", "holds" if held else "**does not hold**", told])
+        for rule, held, values in verdicts(case, summaries[case.name]):
+            rows.append([f"`{case.name}`", f"`{rule}`", "holds" if held else "**does not hold**", told(values, form)])
     notes = [f"- `{case.name}`: {case.title}. {case.notes}".rstrip() for case in matrix.cases]
     failed = sum("not" in row[2] for row in rows)
     return (
@@ -117,6 +127,16 @@ def _must_hold(matrix: Matrix, summaries: Summaries) -> str:
         f"Of {len(rows)} rules {len(rows) - failed} hold in every run, {failed} do not.\n\n"
         f"{_table(['case', 'rule', '', 'measured'], rows)}\n\n" + "\n".join(notes)
     )
+
+
+def told(values: list[int | float | str | None], form: int = FORMAT) -> str:
+    """Up to three different values, or the smallest and the largest."""
+    if form == 1:
+        texts = sorted({str(value) for value in values}, key=lambda text: (len(text), text))
+    else:
+        numbers = sorted({value for value in values if isinstance(value, int | float)})
+        texts = [*map(str, numbers), *sorted({str(value) for value in values if not isinstance(value, int | float)})]
+    return ", ".join(texts) if len(texts) <= 3 else f"{texts[0]} … {texts[-1]}"
 
 
 def _tracing_cost(summaries: Summaries) -> str:
