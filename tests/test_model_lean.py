@@ -57,7 +57,8 @@ def ids(seed: int, count: int) -> list[int]:
 def all_logits(model: LeanModel, tokens: list[int], pieces: list[int]) -> Tensor:
     """Logits after every token, fed in pieces of these sizes (the last size again and again)."""
     cache = model.open(CONTEXT, Sampling(), tokens)
-    parts, begin = [], 0
+    parts: list[Tensor] = []
+    begin = 0
     while begin < len(tokens):
         size = pieces[min(len(parts), len(pieces) - 1)]
         parts.append(model.logits(cache, tokens[begin : begin + size]))

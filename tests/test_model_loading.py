@@ -1,4 +1,4 @@
-"""Loading: conversions are kept, never trusted half-written, and safe when two start at once; what cannot be served is refused in a line."""
+"""Loading: conversions are kept, never trusted half-written, safe when two start at once; what cannot be served is refused in a line."""
 
 from __future__ import annotations
 

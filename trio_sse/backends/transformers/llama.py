@@ -205,7 +205,8 @@ class LlamaForward:
             else:
                 chunks.append(_Chunk(row, row + len(fed), cache.room, end, self._triangle(cache.length, len(fed))))
             row += len(fed)
-        turns = torch.ones(self.weights.rows.padded(row), d.heads + 2 * d.kv_heads, d.head_dim // 2, dtype=torch.complex64, device=self.device)
+        shape = (self.weights.rows.padded(row), d.heads + 2 * d.kv_heads, d.head_dim // 2)
+        turns = torch.ones(shape, dtype=torch.complex64, device=self.device)
         turns[:row, : d.heads + d.kv_heads] = self._turns[positions][:, None]
         return _Plan(turns, torch.cat(writes).to(self.device), self._runs(decoding), chunks, row)
 

@@ -122,7 +122,8 @@ def converted(path: Path, progress: Callable[[str], None]) -> Converted:
         # Whoever renamed first is right, should two have started at once.
         kept = _read(folder) or fresh
     values, tokenizer = kept
-    return Converted(path, values.index, TemplatedTokenizer(tokenizer, values.chat_template, _specials(values, tokenizer)), frozenset(values.eos))
+    templated = TemplatedTokenizer(tokenizer, values.chat_template, _specials(values, tokenizer))
+    return Converted(path, values.index, templated, frozenset(values.eos))
 
 
 def _specials(kept: Kept, tokenizer: Tokenizer) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Loading a model by name: which files, which forward, which dtype, how many sequences. Must be called in the model thread.
 
-    smollm2 or FILE.gguf   Llama's architecture   the lean forward (lean.py, llama.py)
-    a Hugging Face folder  any causal LM          transformers' own forward (generic.py)
+- ``smollm2`` or ``FILE.gguf``, of Llama's architecture: the lean forward (lean.py, llama.py)
+- a Hugging Face folder, of any causal LM: transformers' own forward (generic.py)
 """
 
 from __future__ import annotations
