@@ -238,9 +238,10 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(len(COLUMNS), 1, figsize=(9, 11), sharex=True)
     times = [sample["at"] for sample in numbers["samples"]]
     for axis, (column, title) in zip(axes, COLUMNS, strict=True):
-        axis.plot(times, [sample[column] for sample in numbers["samples"]], linewidth=0.9)
+        values = [sample[column] for sample in numbers["samples"]]
+        axis.plot(times, values, linewidth=0.9)
         axis.set_ylabel(title, fontsize=8)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.15 * max(values) or 1)
         axis.grid(alpha=0.3)
     given_up = f"{numbers['aborted_by_the_client']} given up by the client"
     axes[0].set_title(f"{numbers['name']}: {numbers['requests']} requests in {numbers['seconds']} s, {given_up}")
