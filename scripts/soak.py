@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""``scripts/soak.py``: hours in minutes. Mixed clients against a server in a process of its own; fails on any drift.
+"""``scripts/soak``: hours in minutes. Mixed clients against a server in a process of its own; fails on any drift.
 
     server process   ◀── real sockets ──   crowd (soak_clients.py): good, slow, stalled, aborting, hostile
         │  /metrics, /proc, probe (soak_probe.py)
@@ -252,7 +251,7 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     what = "Mixed clients against a server in its own process; fails on any drift."
-    parser = argparse.ArgumentParser(prog="scripts/soak.py", description=what)
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=what)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)} (default: both)")
     parser.add_argument("--seconds", type=float, metavar="S", help="longest time for each (default: scripted 300)")
     parser.add_argument("--requests", type=int, metavar="N", help="stop after so many (default: model 500)")
