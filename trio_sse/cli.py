@@ -85,7 +85,8 @@ def _add_ask(parser: argparse.ArgumentParser) -> None:
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
     flag = "--" + name.replace("_", "-")
-    text = f"{option.help} (default: {_shown_default(name, option)})".replace("%", "%%")
+    again = "; may be given several times" if option.repeat else ""
+    text = f"{option.help}{again} (default: {_shown_default(name, option)})".replace("%", "%%")
     kwargs: dict[str, Any] = {"dest": name, "default": None, "help": text}
     if name == "lab":
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **kwargs)
@@ -100,7 +101,7 @@ def _shown_default(name: str, option: Option) -> str:
     if default is None or default == ():
         return option.auto
     unit = {"S": " s", "BYTES": " bytes"}.get(option.unit, "")
-    return f"{default:g}{unit}" if isinstance(default, (int, float)) else str(default)
+    return f"{default:g}{unit}" if isinstance(default, float) else f"{default}{unit}"  # :g would make 1.04858e+06 of a mebibyte
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:

@@ -112,6 +112,6 @@ def _check(name: str, option: Option, value: object) -> None:
         if not math.isfinite(value):
             raise ConfigError(f"{flag}: must be a finite number")
         if option.low is not None and value < option.low:
-            raise ConfigError(f"{flag}: must be at least {option.low:g}")
+            raise ConfigError(f"{flag}: must be at least {option.low}")
         if option.high is not None and value > option.high:
-            raise ConfigError(f"{flag}: must be at most {option.high:g}")
+            raise ConfigError(f"{flag}: must be at most {option.high}")
