@@ -110,7 +110,9 @@ def test_two_that_start_at_once_use_one_conversion(tmp_path: Path, home: Path) -
         "import sys, pathlib; from trio_sse.backends.transformers.loading import converted;"
         "print(sorted(converted(pathlib.Path(sys.argv[1]), lambda line: None).eos))"
     )
-    both = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(tiny.path)], stdout=subprocess.PIPE) for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(tiny.path)], stdout=subprocess.PIPE) for _ in range(2)
+    ]
     answers = [process.communicate(timeout=100)[0] for process in both]
     assert answers[0] == answers[1] != b""
     assert len(list(home.iterdir())) == 1

@@ -74,7 +74,8 @@ def theirs(sampling: Sampling, row: Tensor) -> Tensor:
         steps.append(g.TopPLogitsWarper(s.top_p))
     if s.min_p:
         steps.append(g.MinPLogitsWarper(s.min_p))
-    scores: Tensor = g.LogitsProcessorList(steps)(torch.tensor([PROMPT]), row[None].clone())
+    process: Any = g.LogitsProcessorList(steps)
+    scores: Tensor = process(torch.tensor([PROMPT]), row[None].clone())
     return torch.softmax(scores[0], -1)
 
 

