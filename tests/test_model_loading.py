@@ -216,3 +216,10 @@ def test_a_folders_pool_is_counted(tmp_path: Path) -> None:
     # Two layers, keys and values, two heads of eight floats.
     assert steps.cache_bytes(10) == 10 * 2 * 2 * 2 * 8 * 4
     assert steps.pool_bytes == 2 * steps.cache_bytes(128)
+
+
+def test_more_slots_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--slots"):
+        load_model(
+            str(TinyLlama(tmp_path / "t.gguf").path), device="cpu", dtype="auto", threads=1, slots=10**12, progress=lambda _: None
+        )

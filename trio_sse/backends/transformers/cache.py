@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trio_sse.backends.transformers.sampling import Sampler
 
-__all__ = ["ROUND", "CachePool", "LeanCache", "rounded"]
+__all__ = ["ROUND", "CachePool", "LeanCache", "rounded", "settle"]
 
 ROUND = 32
 
@@ -34,6 +34,14 @@ ROUND = 32
 def rounded(length: int) -> int:
     """``length`` rounded up to what kernels see."""
     return -(-length // ROUND) * ROUND
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the device has done what it was given, so that memory is given back that nobody uses any more."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 class LeanCache:

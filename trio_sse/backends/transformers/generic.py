@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trio_sse.backends.transformers.cache import settle
 from trio_sse.backends.transformers.sampling import Describe, Sampler, choose
 from trio_sse.backends.transformers.steps import Cache, Chosen, StepFailure, Work
 from trio_sse.errors import ConfigError
@@ -98,8 +99,7 @@ class GenericModel:
         own = _own(cache)
         if own.closed:
             raise ValueError("this cache was closed before")
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(self._model.device)
         own.past, own.closed = None, True
         return self.cache_bytes(own.capacity)
 

@@ -113,7 +113,7 @@ class GgufTensors:
         """The tensor as float32."""
         info = self._info(name)
         if (quantised := self.quantised(name)) is not None:
-            groups = quantised.q.unflatten(-1, (-1, _GROUP)).float() - 8
+            groups: Tensor = quantised.q.unflatten(-1, (-1, _GROUP)).float() - 8
             return (groups * quantised.scale[..., None] + quantised.zero[..., None]).flatten(-2)
         if info.kind == "Q8_0":
             blocks = self._blocks(info)
@@ -148,5 +148,6 @@ class GgufTensors:
         size = _BLOCK_BYTES[info.kind]
         if info.size * _GROUP != size * int(np.prod(info.shape)):
             raise ConfigError(f"--model: a tensor of type {info.kind} has an impossible size")
-        blocks: Tensor = torch.from_numpy(self._raw(info))
-        return blocks.view(*info.shape[:-1], info.shape[-1] // _GROUP, size)
+        raw = torch.from_numpy(self._raw(info))
+        blocks: Tensor = raw.view(*info.shape[:-1], info.shape[-1] // _GROUP, size)
+        return blocks

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trio_sse.backends.transformers.cache import CachePool, LeanCache, rounded
+from trio_sse.backends.transformers.cache import CachePool, LeanCache, rounded, settle
 from trio_sse.backends.transformers.gguf_file import GgufTensors
 from trio_sse.backends.transformers.linear import (
     Kernel,
@@ -187,6 +187,7 @@ class LeanModel:
     ) -> None:
         self.context, self.eos, self.chunk = sizes.context, eos, _CHUNK
         self.exact = bool(weights.rows.alike)  # whether results are the same to the bit in any company
+        self._device = device
         self._pool = CachePool(sizes.layers, rooms, sizes.kv_heads, sizes.context, sizes.head_dim, device)
         self._forward = LlamaForward(sizes, weights, self._pool, device)
         self._describe = describe
@@ -222,6 +223,7 @@ class LeanModel:
         if lean.closed:
             raise ValueError("this cache was closed before")
         lean.closed = True
+        settle(self._device)
         self._pool.give_back(lean.room, lean.length)
         return self.cache_bytes(lean.capacity)
 

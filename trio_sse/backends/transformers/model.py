@@ -84,7 +84,7 @@ def load_model(
         from trio_sse.backends.transformers.generic import load_folder
 
         steps, held, tokenizer, rooms = load_folder(
-            path, device=where, dtype=dtype, slots=slots, budget=_budget(), describer=describer, progress=progress
+            path, device=where, dtype=dtype, slots=slots, budget=_budget(where), describer=describer, progress=progress
         )
         return LoadedModel(name, held, steps, tokenizer, rooms)
     if not path.is_file():
@@ -102,10 +102,13 @@ def _load_gguf(
     held = resolve_dtype(dtype, tensors, device)
     progress(f"reading the weights as {held}")
     weights = read_weights(tensors, held, device, progress)
-    budget = _budget()
+    budget = _budget(device)
     rooms = slots or default_rooms(sizes, budget)
     describe = describer(ready.tokenizer.backend_tokenizer)
-    steps = LeanModel(sizes, weights, eos=ready.eos, rooms=rooms, budget=budget, describe=describe, device=device)
+    try:
+        steps = LeanModel(sizes, weights, eos=ready.eos, rooms=rooms, budget=budget, describe=describe, device=device)
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"--slots: there is no room for the caches of {rooms} sequences") from error
     return LoadedModel(name, held, steps, ready.tokenizer, rooms)
 
 
@@ -133,10 +136,10 @@ def _device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _budget() -> int:
-    """Bytes of cache memory there may be. On an accelerator the machine's own memory is but a guess."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory) // _MEMORY_SHARE
+def _budget(device: torch.device) -> int:
+    """Bytes of cache memory there may be."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // _MEMORY_SHARE
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
     except (AttributeError, ValueError, OSError):
