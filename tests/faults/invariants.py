@@ -2,7 +2,8 @@
 
 1. It ends within LIMIT virtual seconds.
 2. One record for each request, closed once, with an outcome that the scenario or a fault explains.
-3. No slot is taken, lost or waited for; no exchange, request id, connection, task or deadline is left; no channel is open.
+3. No slot is taken, lost or waited for; no exchange, request id, connection, task, thread, descriptor or deadline is left; no channel
+   is open.
 4. Whoever has gone, or was cancelled, is let go at once: within PROMPT seconds, and what the work is known to need.
 5. The backend was told at most once that its work is over, exactly once where it was still at work at the verdict, and has ended;
    at most one token was made after the verdict, and at most one step begun. Must-drain work is not told. No more of them at a time

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -166,6 +168,7 @@ class ServerScene(Scene):
 
     async def run(self, watch: Callable[[trio.Nursery], None]) -> None:
         tasks = len(tasks_below())
+        threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))  # noqa: PTH208
         handler = _Handler(self.log)
         logger = logging.getLogger("trio_sse")
         before = (logger.level, logger.propagate)
@@ -180,6 +183,8 @@ class ServerScene(Scene):
             logger.setLevel(before[0])
             logger.propagate = before[1]
         assert len(tasks_below()) == tasks, "a task is left"
+        assert threading.active_count() == threads, "a thread is left"
+        assert len(os.listdir("/dev/fd")) == descriptors, "a descriptor is left"  # noqa: PTH208
         deadline = trio.lowlevel.current_statistics().seconds_to_next_deadline
         assert deadline == math.inf, f"a deadline is left, {deadline:g} s ahead"
 
