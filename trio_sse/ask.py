@@ -27,7 +27,7 @@ def main(given: argparse.Namespace) -> int:
         patience = httpx2.Timeout(10, read=None)
         with httpx2.stream("POST", given.url.rstrip("/") + path, json=body, headers=headers, timeout=patience) as response:
             if response.status_code != 200:
-                return _complain(json.loads(response.read()))
+                return _refused(response)
             for event in _events(response):
                 if event.data == "[DONE]":
                     return _end("completed", count, begin)
@@ -76,6 +76,14 @@ def _text(data: dict[str, object]) -> str:
 def _complain(data: dict[str, dict[str, str]]) -> int:
     print(f"trio_sse: {data['error']['message']}", file=sys.stderr)
     return 1
+
+
+def _refused(response: httpx2.Response) -> int:
+    try:
+        return _complain(json.loads(response.read()))
+    except (ValueError, LookupError, TypeError):  # somebody else's words: a proxy's page
+        print(f"trio_sse: the answer is status {response.status_code}, and no stream", file=sys.stderr)
+        return 1
 
 
 def _end(outcome: str, count: int, begin: float) -> int:

@@ -196,7 +196,7 @@ class Routes:
 
     async def malformed(self, connection: Http11Connection, error: HttpError) -> None:
         """Answers what could not even be read as a request."""
-        record = Record(request_id(None, self.live), "-", "-")
+        record = Record(request_id(None, self._names), "-", "-")
         headers = [(b"X-Request-Id", record.request_id.encode("ascii"))]
         record.status, record.code = error.status, error.code
         record.reach(Outcome.REJECTED, error.code)

@@ -138,7 +138,7 @@ class Server:
         return status
 
     async def _load(self, nursery: trio.Nursery) -> None:
-        # The script backend needs no loading, but keeps the same contract.
+        # The script backend is not run: it has nothing to load and owns nothing.
         await nursery.start(self._backend.run)
         self.loading = False
         self.routes.loaded()
