@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -43,7 +44,10 @@ def main(given: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _end("cancelled", count, begin)
         return _INTERRUPTED
-    except httpx2.HTTPError as error:
+    except BrokenPipeError:  # our own reader has gone: `ask … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains once more when it flushes
+        return 1
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         print(f"trio_sse: no answer from {given.url}: {error}", file=sys.stderr)
         return 1
 
