@@ -210,6 +210,17 @@ async def test_work_that_outlives_its_grace(drains: bool, nursery: trio.Nursery,
     await ask_again(stage, backend)
 
 
+async def test_must_drain_work_that_may_outlast_the_grace_is_refused(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    backend = Scene(works)
+    backend.budget = 5.1
+    stage = Stage(nursery, backend, cancel_grace=5.0)
+    answer = await ask(stage)
+    assert (answer.status, answer.error["code"]) == (400, "drain_too_long")
+    assert backend.begun == 0
+    backend.budget = 5.0
+    await ask_again(stage, backend)
+
+
 async def test_slow_prefill_then_the_deadline_is_a_504(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
     async def play(events: EventChannel) -> None:
         await trio.sleep(100)

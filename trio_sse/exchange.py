@@ -42,6 +42,7 @@ from trio_sse.channel import EventChannel
 from trio_sse.config import Config
 from trio_sse.dialects.base import Parsed
 from trio_sse.errors import (
+    BadRequest,
     ConnectionLost,
     DeadlineExceeded,
     HttpError,
@@ -169,6 +170,8 @@ class Exchange:
                 self.record.prompt_tokens = prepared.prompt_tokens
                 self.record.mark("prepared", prepared.prompt_tokens)
                 self._answer.prompt(prepared.prompt_tokens)
+                if (prepared.drain_budget or 0) > self._config.cancel_grace:
+                    raise BadRequest("This work can't be cancelled, and may outlast --cancel-grace.", code="drain_too_long")
                 self.record.mark("waiting", self._admission.waiting)
                 self._slot = slot = await self._admission.acquire()  # no checkpoint from here …
                 try:  # … to here

@@ -39,7 +39,7 @@ class Prepared:
       request: what was asked for.
       prompt_tokens: how long the prompt is, in tokens; 0 where there are none.
       drain_budget: None for cancellable work. A number makes it *must-drain*: the seconds within which the work ends by itself,
-        counted from the call of ``generate`` with a reader that takes everything at once.
+        counted from the call of ``generate`` with a reader that takes everything at once. More than ``--cancel-grace`` is refused.
     """
 
     request: GenerationRequest

@@ -53,7 +53,7 @@ class ScriptedBackend(Backend):
             tokens = len(request.prompt.split())
         else:
             tokens = sum(len(message.content.split()) for message in request.messages or ())
-        return Prepared(request=request, prompt_tokens=tokens, drain_budget=script.duration + 1 if script.must_drain else None)
+        return Prepared(request=request, prompt_tokens=tokens, drain_budget=script.duration if script.must_drain else None)
 
     async def generate(self, prepared: Prepared, events: EventChannel) -> None:
         script = prepared.request.script or self.script
