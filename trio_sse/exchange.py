@@ -170,8 +170,7 @@ class Exchange:
                 self.record.prompt_tokens = prepared.prompt_tokens
                 self.record.mark("prepared", prepared.prompt_tokens)
                 self._answer.prompt(prepared.prompt_tokens)
-                if (prepared.drain_budget or 0) > self._config.cancel_grace:
-                    raise BadRequest("This work can't be cancelled, and may outlast --cancel-grace.", code="drain_too_long")
+                self._check_drain(prepared)
                 self.record.mark("waiting", self._admission.waiting)
                 self._slot = slot = await self._admission.acquire()  # no checkpoint from here …
                 try:  # … to here
@@ -198,6 +197,10 @@ class Exchange:
         finally:
             self._channel.close()
             self._ended.set()
+
+    def _check_drain(self, prepared: Prepared) -> None:
+        if (prepared.drain_budget or 0) > self._config.cancel_grace:
+            raise BadRequest("This work can't be cancelled, and may outlast --cancel-grace.", code="drain_too_long")
 
     async def _generate(self, prepared: Prepared) -> None:
         try:
