@@ -132,6 +132,7 @@ def test_any_interleaving(
             with trio.fail_after(300):
                 await play(stage, peer, reader)
                 await finish(stage, peer, end)
+                await trio.testing.wait_all_tasks_blocked()  # the connection's task has begun
                 while stage.connections:  # noqa: ASYNC110
                     await trio.sleep(1)
             await stage.settled()
@@ -269,6 +270,7 @@ def drive(raw: bytes, pieces: list[int], end: str) -> None:
             if leave is not None:
                 leave()
             with trio.fail_after(300):
+                await trio.testing.wait_all_tasks_blocked()  # the connection's task has begun
                 while stage.connections:  # noqa: ASYNC110
                     await trio.sleep(1)
             await stage.settled()
