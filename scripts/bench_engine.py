@@ -25,7 +25,8 @@ Rules:
 
 1. A rate is tokens per second between the last stream's first token and the first stream's last one: decoding only.
 2. Prompts are pieces of one text, so streams differ; decoding is greedy; no stream is asked for a token that it does not decode.
-3. A measurement that fails ends the run; a contender that is not there is left out, and the table says so.
+3. A measurement that fails ends the run; a contender that is not there is left out, and the table says so. Ctrl-C ends the run with
+   what has been measured by then, and the table says that too.
 
 Needs the test extra (the reference model of the peers is built by the tests' own helper); llama.cpp: python -m venv .venv-llama, and
 .venv-llama/bin/pip install llama-cpp-python, which compiles it.
@@ -104,7 +105,9 @@ class Worker:
         # Each chooses for itself how its threads wait for one another.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
         command = [python, __file__, "--worker", name, "--threads", str(threads), "--path", path]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
 
     def __enter__(self) -> Self:
         self._answer()
@@ -113,6 +116,8 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        if error is not None:
+            self._process.kill()  # it is in the midst of a scenario
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -140,10 +145,10 @@ class Worker:
 class Run:
     """All samples: contender → figure → one value per measurement."""
 
-    def __init__(self, workers: list[Worker], options: argparse.Namespace) -> None:
-        self.workers = workers
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.workers: list[Worker] = []
         self.options = options
-        self.samples: dict[str, dict[str, list[float]]] = {worker.name: {} for worker in workers}
+        self.samples: dict[str, dict[str, list[float]]] = {}
         self.versions: dict[str, str] = {}
 
     def note(self, name: str, found: dict[str, Any], prefix: str = "") -> None:
@@ -163,7 +168,7 @@ class Run:
                         quick = worker.ours or worker.name == "llama.cpp"
                         tokens = self.options.tokens if quick else self.options.slow_tokens
                         self.note(worker.name, worker.ask(do="decode", streams=streams, tokens=tokens), f"{streams}_")
-                rates = [(w.name, self.samples[w.name].get(f"{streams}_tokens_per_s", [math.nan])[-1]) for w in self.workers]
+                rates = [(w.name, self.samples.get(w.name, {}).get(f"{streams}_tokens_per_s", [math.nan])[-1]) for w in self.workers]
                 found = ", ".join(f"{name} {rate:.1f}" for name, rate in rates if not math.isnan(rate))
                 print(f"round {n + 1}, {streams} streams: {found}", flush=True)
 
@@ -171,8 +176,8 @@ class Run:
         """What only our own engine is asked."""
         quick = self.options.quick
         calls: dict[str, list[dict[str, Any]]] = {
-            "first": [{"do": "first_token", "long": LONG, "tokens": 1000}] * (1 if quick else self.options.rounds),
-            "stalled": [{"do": "stalled", "rounds": 1 if quick else self.options.rounds, "tokens": self.options.tokens}],
+            "first": [{"do": "first_token", "long": LONG, "tokens": 1000}],
+            "stalled": [{"do": "stalled", "rounds": 1 if quick else self.options.rounds, "tokens": 2 * self.options.tokens}],
             "cancel": [{"do": "cancel", "times": 3 if quick else 12, "long": LONG}],
             "aborts": [{"do": "aborts", "times": 50 if quick else 1000}],
         }
@@ -248,27 +253,25 @@ def options_given() -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, pythons: dict[str, str], path: str) -> Run:
+def measure(run: Run, pythons: dict[str, str], path: str) -> None:
     """Loads all contenders, measures them, and ends them."""
     import contextlib
 
     import engine_server
 
+    options = run.options
     with contextlib.ExitStack() as stack:
-        workers = []
         for name, python in pythons.items():
             print(f"loading {name}", flush=True)
-            workers.append(stack.enter_context(Worker(name, python, options.threads, path)))
-        run = Run(workers, options)
+            run.workers.append(stack.enter_context(Worker(name, python, options.threads, path)))
         if "decode" in options.only:
             run.decode()
-        for worker in workers:
+        run.memory()
+        for worker in run.workers:
             if worker.name == "trio_sse":
                 run.scenarios(worker)
-        run.memory()
     if "healthz" in options.only:
         run.note("trio_sse", engine_server.healthz(options.threads, 3 if options.quick else 10))
-    return run
 
 
 def main() -> None:
@@ -286,17 +289,21 @@ def main() -> None:
     missing = [name for name, python in pythons.items() if not Path(python).exists()]
     with alone():
         before = round(os.getloadavg()[0], 1)
-        run = measure(options, {name: python for name, python in pythons.items() if name not in missing}, str(packaged_model()))
+        run, complete = Run(options), True
+        try:
+            measure(run, {name: python for name, python in pythons.items() if name not in missing}, str(packaged_model()))
+        except KeyboardInterrupt:
+            complete = False
         engines = run.medians()
         facts = describe()
         packages = ("torch", "transformers", "trio")
-        report = {
+        report: dict[str, Any] = {
             "machine": facts, "versions": {name: facts[f"package {name}"] for name in packages} | run.versions,
             "load": [before, round(os.getloadavg()[0], 1)], "threads": options.threads, "rounds": options.rounds,
-            "tokens": options.tokens, "slow_tokens": options.slow_tokens, "missing": missing, "engines": engines,
+            "tokens": options.tokens, "slow_tokens": options.slow_tokens, "missing": missing, "complete": complete, "engines": engines,
             "ratios": engine_report.ratios(engines), "aims": engine_report.AIMS, "samples": run.samples,
         }  # fmt: skip
-        if "quality" in options.only:
+        if "quality" in options.only and complete:
             print("quality", flush=True)
             report["quality"] = quality(["int4", "float16", "bfloat16"], options.threads)
     print(engine_report.write(options.out, report))

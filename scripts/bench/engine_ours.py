@@ -197,7 +197,7 @@ class Ours:
         async def abort_some() -> None:
             while waits:
                 n, wait = waits.pop()
-                latencies.append(await self._abort(_long(1000) if n % 3 == 0 else Reader(prompts(1)[0], 4000), wait))
+                latencies.append(await self._abort(_long(1000) if n % 3 == 0 else Reader(prompts(1)[0], 400), wait))
 
         async with trio.open_nursery() as nursery:
             for _ in range(max(STREAMS)):

@@ -79,6 +79,8 @@ def _text(report: dict[str, Any]) -> str:
             parts += [title, _grid(["", "found", "at most", ""], rows)]
     if "quality" in report:
         parts += _quality(report["quality"])
+    if not report["complete"]:
+        parts.append("This run was ended early.")
     if report["missing"]:
         parts.append("Not there: " + ", ".join(report["missing"]))
     return "\n\n".join(parts) + "\n"
