@@ -52,38 +52,47 @@ def write(folder: Path, report: dict[str, Any]) -> str:
 def _text(report: dict[str, Any]) -> str:
     engines: Figures = report["engines"]
     streams = [str(n) for n in STREAMS]
+    idle = report["load"][0] <= 1
     parts = [
         "# The engine beside others",
         (
-            f"{report['threads']} threads, medians of {report['rounds']} interleaved rounds, {report['tokens']} tokens a stream "
-            f"({report['slow_tokens']} for transformers). Load of the machine: {report['load'][0]} before, {report['load'][1]} after."
+            f"{report['threads']} threads, medians of {_rounds(report['samples'])} interleaved rounds, "
+            f"{report['tokens']} tokens a stream ({report['slow_tokens']} for transformers). "
+            f"Load of the machine's {report['machine']['cores']} cores: {report['load'][0]} before the run, {report['load'][1]} after. "
+            + ("" if idle else "The machine was not idle before the run, so nothing here is judged: other work fell on all, but unevenly.")
         ),
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         "Tokens per second, decoding, all streams together, by number of streams; and resident memory in MB:",
         _grid(
             ["", *streams, "MB"],
-            [[name, *_cells(e, "{:.0f}", "tokens_per_s"), f"{e.get('resident_mb', 0):.0f}"] for name, e in engines.items()],
+            [[name, *_cells(e, "{:.0f}", "tokens_per_s"), f"{e['resident_mb']:.0f}" if "resident_mb" in e else ""] for name, e in engines.items()],
         ),
         "Milliseconds between tokens, p50 / p99:",
         _grid(["", *streams], [[name, *_cells(e, "{:.0f} / {:.0f}", "itl_p50_ms", "itl_p99_ms")] for name, e in engines.items()]),
     ]
     if report["ratios"]:
-        rows = [[name, f"{x:.2f}", f"{AIMS[name][3]}", _verdict(x >= AIMS[name][3])] for name, x in report["ratios"].items()]
+        rows = [[name, f"{x:.2f}", f"{AIMS[name][3]}", _verdict(x >= AIMS[name][3], idle)] for name, x in report["ratios"].items()]
         parts += ["Ratios of tokens per second:", _grid(["trio_sse to", "found", "at least", ""], rows)]
     for name, found in engines.items():
         own = {key: x for key, x in found.items() if not key.endswith(_BY_STREAMS) and key != "resident_mb"}
         own |= {f"{n}_loop_late_p99_ms": found[key] for n in STREAMS if (key := f"{n}_loop_late_p99_ms") in found}
         if own:
-            rows = [[key.replace("_", " "), f"{x:.4g}", *_limit(key, x)] for key, x in own.items()]
+            rows = [[key.replace("_", " "), f"{x:.4g}", *_limit(key, x, idle)] for key, x in own.items()]
             title = f"{name}: a long prompt beside others, stalled readers, cancelling, the loop:"
             parts += [title, _grid(["", "found", "at most", ""], rows)]
     if "quality" in report:
         parts += _quality(report["quality"])
     if not report["complete"]:
-        parts.append("This run was ended early.")
+        parts.append("This run was ended early; what is empty above was not measured.")
     if report["missing"]:
         parts.append("Not there: " + ", ".join(report["missing"]))
     return "\n\n".join(parts) + "\n"
+
+
+def _rounds(samples: Figures) -> str:
+    """How many measurements stand behind a median of the decoding rates: an interrupted run has fewer for some numbers of streams."""
+    counts = {len(values) for found in samples.values() for key, values in found.items() if key.endswith("_tokens_per_s")}
+    return "no" if not counts else str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def _cells(found: dict[str, Any], text: str, *figures: str) -> list[str]:
@@ -92,11 +101,13 @@ def _cells(found: dict[str, Any], text: str, *figures: str) -> list[str]:
     return ["" if None in values else text.format(*values) for values in known.values()]
 
 
-def _limit(key: str, value: float) -> tuple[str, str]:
-    return (str(LIMITS[key]), _verdict(value <= LIMITS[key])) if key in LIMITS else ("", "")
+def _limit(key: str, value: float, idle: bool) -> tuple[str, str]:
+    return (str(LIMITS[key]), _verdict(value <= LIMITS[key], idle)) if key in LIMITS else ("", "")
 
 
-def _verdict(reached: bool) -> str:
+def _verdict(reached: bool, idle: bool) -> str:
+    if not idle:
+        return "not judged"
     return "reached" if reached else "missed"
 
 
