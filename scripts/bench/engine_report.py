@@ -65,7 +65,10 @@ def _text(report: dict[str, Any]) -> str:
         "Tokens per second, decoding, all streams together, by number of streams; and resident memory in MB:",
         _grid(
             ["", *streams, "MB"],
-            [[name, *_cells(e, "{:.0f}", "tokens_per_s"), f"{e['resident_mb']:.0f}" if "resident_mb" in e else ""] for name, e in engines.items()],
+            [
+                [name, *_cells(e, "{:.0f}", "tokens_per_s"), f"{e['resident_mb']:.0f}" if "resident_mb" in e else ""]
+                for name, e in engines.items()
+            ],
         ),
         "Milliseconds between tokens, p50 / p99:",
         _grid(["", *streams], [[name, *_cells(e, "{:.0f} / {:.0f}", "itl_p50_ms", "itl_p99_ms")] for name, e in engines.items()]),
