@@ -183,6 +183,7 @@ def measure_all(names: list[str], cases: list[Case], rounds: int) -> Runs:
 
 
 def _measure(server: Any, client: Any, case: Case) -> dict[str, float]:
+    server.settle()
     idle = client.running(server, "idle", "hold", case.idle, 0, 0) if case.idle else contextlib.nullcontext()
     with idle, client.running(server, case.mode, case.load, case.connections, case.seconds, case.events) as measuring:
         used, waited = server.cpu()
@@ -204,6 +205,7 @@ def _measure(server: Any, client: Any, case: Case) -> dict[str, float]:
 def _hold(server: Any, client: Any, case: Case) -> dict[str, float]:
     with client.running(server, case.mode, "stream", 4, 0.1, 0) as measuring:  # the first streams load what is loaded once
         measuring.result()
+    server.settle()
     before = server.memory()
     with client.running(server, case.mode, "hold", case.connections, 0, 0) as measuring:
         result: dict[str, float] = measuring.result()
