@@ -31,10 +31,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def load(dtype: str) -> Any:  # torch is not imported at the head
+def load(dtype: str, threads: int = 1) -> Any:
+    """One thread is little slower than two, and two stall on a busy machine."""
     from trio_sse.backends.transformers.model import load_model
 
-    return load_model("smollm2", device="cpu", dtype=dtype, threads=None, slots=8, progress=lambda _: None)
+    return load_model("smollm2", device="cpu", dtype=dtype, threads=threads, slots=8, progress=lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +125,18 @@ def losses(steps: Any, ids: list[int]) -> tuple[float, list[int]]:
     return loss / len(ids), likeliest
 
 
+@pytest.fixture(scope="module")
+def read(reference: Any) -> tuple[list[int], float, list[int]]:
+    """The text's ids, and what float32 makes of them."""
+    ids = encode(reference, TEXT.read_text(encoding="utf-8"))[:1200]
+    return ids, *losses(reference.steps, ids)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["auto", "int4"])
-def test_quality_of_the_quick_forms(reference: Any, dtype: str, record_property: Any) -> None:
-    """Perplexity within 1 % of float32 on a fixed text. ``scripts/bench_engine.py`` reads all of it; here 1500 tokens must do."""
-    ids = encode(reference, TEXT.read_text(encoding="utf-8"))[:1500]
-    expected, best = losses(reference.steps, ids)
+def test_quality_of_the_quick_forms(read: tuple[list[int], float, list[int]], dtype: str, record_property: Any) -> None:
+    """Perplexity within 1 % of float32 on a fixed text. ``scripts/bench_engine.py`` reads all of it; here 1200 tokens must do."""
+    ids, expected, best = read
     found, mine = losses(load(dtype).steps, ids)
     ratio = math.exp(found - expected)
     agreement = sum(a == b for a, b in zip(mine, best, strict=True)) / len(ids)
@@ -141,16 +148,18 @@ def test_quality_of_the_quick_forms(reference: Any, dtype: str, record_property:
 
 
 @pytest.mark.timeout(300)
-def test_company_changes_nothing(default: Any) -> None:
-    steps = default.steps
+@pytest.mark.parametrize("threads", [1, 2])
+def test_company_changes_nothing(threads: int) -> None:
+    loaded = load("auto", threads)
+    steps = loaded.steps
     assert steps.exact
-    long = encode(default, TEXT.read_text(encoding="utf-8"))[:150]
-    prompts = [*(encode(default, text) for text in PROMPTS[:6]), long, long[:75]]
-    samplings = [Sampling(temperature=1.0, top_p=0.95, seed=n) if n % 2 else Sampling() for n in range(8)]
-    alone = [run(steps, [p], [s], 16)[0] for p, s in zip(prompts, samplings, strict=True)]
-    assert run(steps, prompts, samplings, 16) == alone
-    assert run(steps, prompts, samplings, 16, random.Random(1)) == alone
-    assert run(steps, prompts[::-1], samplings[::-1], 16, random.Random(2)) == alone[::-1]
+    long = encode(loaded, TEXT.read_text(encoding="utf-8"))[:100]
+    prompts = [*(encode(loaded, text) for text in PROMPTS[:4]), long, long[:49]]
+    samplings = [Sampling(temperature=1.0, top_p=0.95, seed=n) if n % 2 else Sampling() for n in range(6)]
+    count = 16 if threads == 1 else 6
+    alone = [run(steps, [p], [s], count)[0] for p, s in zip(prompts, samplings, strict=True)]
+    assert run(steps, prompts, samplings, count) == alone
+    assert run(steps, prompts[::-1], samplings[::-1], count, random.Random(2)) == alone[::-1]
 
 
 def test_unseeded_requests_differ(default: Any) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # Read when torch is loaded: how long its threads spin before they sleep, at every join. By default for milliseconds, which is the end of
 # all speed as soon as anything else (this server's own loop, say) wants their core; not at all costs a third on idle cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __all__ = ["TransformersBackend"]
 
