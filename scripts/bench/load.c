@@ -37,6 +37,7 @@ struct connection {
     uint64_t events;  /* of this answer */
     int end;          /* how much of END the last bytes are */
     char last;        /* the byte before this read */
+    int comment;      /* inside a heartbeat */
     uint64_t digits;  /* paced: the number being read */
     int match;        /* paced: how much of the key has been seen; -1 while digits come */
 };
@@ -74,7 +75,7 @@ static void keep_lateness(uint64_t due, uint64_t now) {
 }
 
 static void start(struct connection *c) {
-    c->in_head = 1, c->head_size = 0, c->events = 0, c->end = 0, c->last = 0, c->match = 0;
+    c->in_head = 1, c->head_size = 0, c->events = 0, c->end = 0, c->last = 0, c->comment = 0, c->match = 0;
     if (write(c->fd, request, request_size) != (ssize_t)request_size) die("write");
 }
 
@@ -114,14 +115,17 @@ static size_t read_head(struct connection *c, const char *data, size_t size) {
     return (size_t)(end + 4 - c->head) - before;
 }
 
-/* Events end in LF LF, which nothing else on the wire has; a chunked body ends in END, which cannot occur in an event. */
+/* Events and comments end in LF LF, which nothing else on the wire has; a chunked body ends in END, which cannot occur in an event. */
 static int read_chunked(struct connection *c, const char *data, size_t size) {
     uint64_t found = 0;
     char last = c->last;
     int end = c->end;
     for (size_t i = 0; i < size; i++) {
         char byte = data[i];
-        found += byte == '\n' && last == '\n';
+        if (last == '\n') {
+            if (byte == ':') c->comment = 1;
+            else if (byte == '\n') found += !c->comment, c->comment = 0;
+        }
         if (end || byte == '0') end = byte == END[end] ? end + 1 : byte == '0';
         last = byte;
     }
