@@ -20,7 +20,7 @@ from trio_sse.channel import EventChannel
 from trio_sse.events import Event, Finish, GenerationRequest, Message, Sampling, Started, Token
 from trio_sse.trace import Record
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [
     "Once upon a time",

@@ -12,7 +12,7 @@ import pytest
 
 from trio_sse.events import Sampling
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [
     "Once upon a time", "The capital of France is", "def fibonacci(n):", "Water boils at", "Dear Sir or Madam,", "In 1969,",
