@@ -86,7 +86,6 @@ class Server:
         self._refusing = 0
         self._accepting = trio.CancelScope()
         self._empty = trio.Event()  # set when the last connection has gone
-        self.loading = True
 
     def bind(self) -> list[str]:
         """Opens the listeners; returns their URLs. Raises OSError or ConfigError."""
@@ -141,7 +140,6 @@ class Server:
     async def _load(self, nursery: trio.Nursery) -> None:
         # The script backend is not run: it has nothing to load and owns nothing.
         await nursery.start(self._backend.run)
-        self.loading = False
         self.routes.loaded()
         # What has been loaded stays: the collector need not look through it again and again (8 % of a backlog's drain).
         gc.collect()
@@ -154,7 +152,7 @@ class Server:
         # From here on a signal needs no event loop to be obeyed; a handler of our own, since PID 1 has no default ones.
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, lambda number, _frame: self._abandon(128 + number))
-        if self.loading:
+        if not self.routes.ready:
             # Loading can't be cancelled: it is one long call in a thread.
             await self.shutdown(grace=0.0)
             self._abandon(0)

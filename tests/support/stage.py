@@ -48,7 +48,6 @@ class Stage:
         self.config = replace(Config(lab=True), **options)  # type: ignore[arg-type]
         self.script_backend = ScriptedBackend(slots=self.config.events_slots)
         self.server = Server(self.config, self.backend, self.script_backend, abandon=self.abandoned)
-        self.server.loading = False
         self.server.routes.loaded()
         self.records: list[Record] = []
         self.connections = 0
