@@ -213,5 +213,6 @@ def test_any_bytes(lines: list[bytes], size: int, fin: bool) -> None:
                 await converse(stage, bytewise(raw), fin=fin)
             check_quiet(log)
             await stage.settled()
+            nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))

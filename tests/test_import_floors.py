@@ -33,6 +33,7 @@ FLOORS = {
     "ask": 1,
     "backends.base": 1,
     "channel": 1,
+    "pump": 1,
     "http11": 1,
     "listeners": 1,
     "metrics": 1,

@@ -166,7 +166,7 @@ async def finish(stage: Stage, peer: SimulatedPeer, end: str) -> None:
         for exchange, _ in live:
             exchange.stop(Outcome.CANCELLED, "delete")
     elif end == "cancel":
-        for scope in list(stage.server._connections.values()):
+        for scope in list(stage.scopes.values()):
             scope.cancel()
     elif end != "read to the end":
         {"close": peer.close, "reset": peer.reset}[end]()

@@ -461,13 +461,12 @@ async def test_addresses() -> None:
     server, client = _tcp_pair()
     with client:
         transport = SocketTransport(server)
-        assert transport.peer == "{}:{}".format(*client.getsockname())
         assert transport.local == client.getpeername()
         transport.abort()
     one, other = socket.socketpair()
     with other:
         transport = SocketTransport(one)
-        assert (transport.peer, transport.local) == ("unix", None)
+        assert transport.local is None
         transport.abort()
 
 

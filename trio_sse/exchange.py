@@ -53,6 +53,7 @@ from trio_sse.errors import (
     unwrapped,
 )
 from trio_sse.http11 import Headers, Http11Connection
+from trio_sse.pump import Pump
 from trio_sse.trace import Outcome, Record
 from trio_sse.writer import ResponseWriter
 
@@ -70,10 +71,11 @@ class Exchange:
       backend, admission: who does the work, and who says when.
       record: the account to keep. ``finished`` is called with it exactly once, when the outcome is final.
       headers: for any response: the request id, CORS.
+      pump: makes the writes that have to wait for nothing.
     """
 
     __slots__ = (
-        "_admission", "_answer", "_backend", "_channel", "_config", "_connection", "_drain", "_ended", "_failure", "_finished",
+        "_admission", "_answer", "_backend", "_channel", "_config", "_connection", "_drain", "_end", "_ended", "_failure", "_finished",
         "_request", "_serving", "_slot", "_watching", "_work", "_writer", "record",
     )  # fmt: skip
 
@@ -87,6 +89,7 @@ class Exchange:
         config: Config,
         headers: Headers,
         finished: Callable[[Record], None],
+        pump: Pump | None = None,
     ) -> None:
         self.record = record
         self._connection = connection
@@ -96,7 +99,7 @@ class Exchange:
         self._admission = admission
         self._config = config
         self._finished = finished
-        self._channel = EventChannel(config.channel_capacity, record)
+        self._channel = EventChannel(config.channel_capacity, record, pump)
         self._writer = ResponseWriter(connection, parsed, self._channel, record, config, headers)
         # One scope per thing that can be told to stop.
         deadline = trio.current_time() + config.request_deadline if config.request_deadline else math.inf
@@ -104,7 +107,8 @@ class Exchange:
         self._watching = trio.CancelScope()  # the monitor's
         self._work = trio.CancelScope()  # the producer's
         self._drain: trio.CancelScope | None = None  # inside it: the shield around must-drain work
-        self._ended = trio.Event()  # the work has ended and the slot is free
+        self._ended = False  # the work has ended and the slot is free
+        self._end: trio.Event | None = None  # where somebody waits for that
         self._slot: Slot | None = None
         self._failure: HttpError | None = None
 
@@ -151,8 +155,7 @@ class Exchange:
     async def _monitor(self) -> None:
         with self._watching:
             try:
-                while await self._connection.read_ahead():
-                    pass
+                await self._connection.read_ahead()
                 # End of file: the peer will send nothing more. Whether it still reads, only a probe can tell.
                 self.record.mark("eof")
                 self._writer.peer_ended()
@@ -195,8 +198,13 @@ class Exchange:
         except BaseException as error:  # noqa: BLE001  (a model library may raise anything: it must not take the server with it)
             self._fail(error)
         finally:
-            self._channel.close()
-            self._ended.set()
+            self._work_ended()
+
+    def _work_ended(self) -> None:
+        self._channel.close()
+        self._ended = True
+        if self._end is not None:
+            self._end.set()
 
     def _check_drain(self, prepared: Prepared) -> None:
         if (prepared.drain_budget or 0) > self._config.cancel_grace:
@@ -253,7 +261,7 @@ class Exchange:
             self.stop(Outcome.REJECTED if refused else Outcome.BACKEND_ERROR, self._failure.code)
         elif finish is not None:
             await self._writer.last_frames(finish)
-            self.stop(Outcome.COMPLETED, "last_frame")
+            self.record.reach(Outcome.COMPLETED, "last_frame")  # nobody is left to be told: neither this task nor the work
 
     # ---- The end ----
 
@@ -262,7 +270,8 @@ class Exchange:
         self.record.reach(Outcome.SHUTDOWN, "cancelled_from_outside")  # only if there is no verdict yet
         self._watching.cancel(reason="the exchange is over")
         self._channel.discard()
-        self._work.cancel(reason=str(self.record.outcome))
+        if not self._ended:
+            self._work.cancel(reason=str(self.record.outcome))
 
     async def _goodbye(self) -> None:
         """Tells a peer that is still there why there is no more."""
@@ -292,18 +301,19 @@ class Exchange:
         return None
 
     async def _see_the_work_end(self) -> None:
-        if self._ended.is_set():
+        if self._ended:
             return
+        self._end = trio.Event()
         with trio.move_on_after(self._config.cancel_grace):
-            await self._ended.wait()
-        if not self._ended.is_set():
+            await self._end.wait()
+        if not self._ended:
             # It can't be stopped and did not end in time. The peer is let go; the slot is not, because it is not free.
             self._connection.abort()
             if self._slot is not None:
                 self._slot.lose()
             self.record.outlived()
             self._report()
-            await self._ended.wait()
+            await self._end.wait()
 
     def _report(self) -> None:
         if self.record.t_ended is None:

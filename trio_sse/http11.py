@@ -30,7 +30,9 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import re
+import ssl
 import time
 from email.utils import formatdate
 from enum import Enum
@@ -42,7 +44,7 @@ import trio
 
 from trio_sse.config import Config
 from trio_sse.errors import BadRequest, BodyTooLarge, ConnectionLost, HeadTooLarge, HttpError, NotImplementedHere, RequestTimeout
-from trio_sse.transport import Transport
+from trio_sse.transport import TlsTransport, Transport
 
 __all__ = ["Headers", "Http11Connection", "Request", "State"]
 
@@ -107,15 +109,18 @@ class Http11Connection:
 
     Attributes:
       idle: nobody would miss the connection if it ended now. idle_since: from when, on trio's clock.
-      linger_seconds: how long a client that is refused may go on sending.
     """
+
+    __slots__ = (
+        "_ahead", "_bodyless", "_chunked", "_config", "_eof", "_first", "_h11", "_head_only", "_latest", "_length", "_must_close",
+        "_patience", "_probed", "_request", "_version", "idle", "idle_since", "state", "transport",
+    )  # fmt: skip
 
     def __init__(self, transport: Transport, config: Config) -> None:
         self.transport = transport
         self.state = State.IDLE
         self.idle = True
         self.idle_since = trio.current_time()
-        self.linger_seconds = LINGER_SECONDS
         self._config = config
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=config.max_header)
         self._request: Request | None = None
@@ -129,7 +134,8 @@ class Http11Connection:
         self._ahead = 0  # bytes that have come before their time
         self._length = 0  # the body's declared length
         self._bodyless = True
-        self._idle: trio.CancelScope | None = None  # the wait for a request's first byte
+        self._patience: trio.CancelScope | None = None  # the wait for the peer's next bytes
+        self._latest = math.inf  # no such wait lasts longer
 
     # Reading a request
 
@@ -146,31 +152,53 @@ class Http11Connection:
         if self.pipelined:
             await trio.lowlevel.checkpoint()  # small answers have none: a client that pipelines them must let the others have their turn
         else:
-            with trio.CancelScope(deadline=deadline) as self._idle:
+            with self._waiting(deadline):
                 await self._receive()
-            self._idle = None
             if not self.pipelined:  # idle for too long, hung up, or the peer has left
                 return None
         self.state = State.HEAD
         self.idle = False
         if self._take_head():  # most heads come in one piece, and a deadline costs as much as parsing a header
-            return self._request
+            return self._taken()
         if not self._first:
             deadline = trio.current_time() + self._config.header_timeout
-        with trio.move_on_at(deadline):
+        with self._waiting(deadline):
             while True:
                 await self._receive()
                 if self._take_head():
-                    return self._request
+                    return self._taken()
         raise RequestTimeout("The request's head did not arrive in time.")
 
-    def hang_up(self) -> bool:
-        """Ends the connection if it is waiting for a request's first byte; says whether it was. A request that has come is served."""
+    def _taken(self) -> Request | None:
+        request, self._request = self._request, None  # a stream may last for hours, its head need not
+        return request
+
+    def _waiting(self, deadline: float) -> trio.CancelScope:
+        self._patience = trio.CancelScope(deadline=min(deadline, self._latest))
+        return self._patience
+
+    def hang_up(self) -> None:
+        """Ends the connection if it is waiting for a request's first byte. A request that has come is served."""
+        if self.idle and self._patience is not None:
+            self._patience.cancel(reason="hung up")
         self.idle = False
-        if self._idle is None:
-            return False
-        self._idle.cancel(reason="hung up")
-        return True
+
+    def hurry(self, seconds: float) -> None:
+        """From now on no wait for a handshake, a head or the end of a refused body lasts longer than this."""
+        self._latest = trio.current_time() + seconds
+        if self._patience is not None:
+            self._patience.deadline = min(self._patience.deadline, self._latest)
+
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """The TLS handshake. Raises ConnectionLost, also where it takes too long."""
+        tls = TlsTransport(self.transport, context)
+        self.state = State.HANDSHAKE
+        with self._waiting(trio.current_time() + self._config.header_timeout) as patience:
+            await tls.handshake()
+        if patience.cancelled_caught:
+            raise ConnectionLost("tls_handshake")
+        self.transport = tls
+        self.state = State.IDLE
 
     @property
     def pipelined(self) -> bool:
@@ -188,8 +216,8 @@ class Http11Connection:
             self._first = False
             self._version = event.http_version
             self._head_only = event.method == b"HEAD"  # before the checks: their refusal is an answer to HEAD too
-            _check_head(event, head)
             self._request = request = Request(event)
+            _check_head(request, head)
             self._length = int(request.get(b"content-length") or 0)
             self._bodyless = self._length == 0 and request.get(b"transfer-encoding") is None
             self.state = State.BODY
@@ -265,24 +293,20 @@ class Http11Connection:
         if self._length > limit:
             raise BodyTooLarge(f"The request's body is longer than {limit} bytes.")
 
-    async def read_ahead(self) -> bool:
-        """Takes in what the peer sends during the response; false at its end of file.
+    async def read_ahead(self) -> None:
+        """Takes in what the peer sends during the response, up to its end of file.
 
         Bytes are kept up to :data:`READ_AHEAD`. Past it they are thrown away and the connection is not reused, so that the end of
         file behind them is still seen.
         """
-        if self._eof:
-            await trio.lowlevel.checkpoint()
-            return False
-        data = await self.transport.receive(_RECEIVE)
-        self._ahead += len(data)
-        if not data:
-            self._eof = True
-        elif self._ahead > READ_AHEAD:
-            self._must_close = True
-            return True
-        self._h11.receive_data(data)
-        return bool(data)
+        while not self._eof:
+            data = await self.transport.receive(_RECEIVE)
+            self._ahead += len(data)
+            self._eof = not data
+            if self._ahead > READ_AHEAD:
+                self._must_close = True
+            elif data:
+                self._h11.receive_data(data)
 
     # Responding: bytes first …
 
@@ -330,8 +354,7 @@ class Http11Connection:
 
     async def send(self, data: bytes) -> None:
         """Writes ``data`` and waits until the kernel has taken it. Raises ConnectionLost or PeerStalled."""
-        self.transport.write(data)
-        if self.transport.backlog:
+        if self.transport.write(data):
             await self.transport.flush(self._config.write_timeout)
 
     async def respond(self, status: int, headers: Headers, body: bytes, *, close: bool = False) -> None:
@@ -352,7 +375,7 @@ class Http11Connection:
         self.state = State.LINGERING
         self.transport.shutdown_write()  # where it can't be said (TLS), Content-Length says it
         left = LINGER_BYTES
-        with trio.move_on_after(self.linger_seconds):
+        with self._waiting(trio.current_time() + LINGER_SECONDS):
             while left > 0 and (data := await self.transport.receive(_RECEIVE)):
                 left -= len(data)
 
@@ -417,9 +440,9 @@ def _head_of(raw: bytes, limit: int) -> bytes:
     return head
 
 
-def _check_head(head: h11.Request, raw: bytes) -> None:
+def _check_head(head: Request, raw: bytes) -> None:
     """What h11 0.16 lets through and we do not. ``raw`` is the head as it came."""
-    if head.http_version not in (b"1.1", b"1.0"):
+    if head.version not in (b"1.1", b"1.0"):
         raise BadRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.", code="malformed_http")
     if _FOLDED.search(raw):
         raise BadRequest("Folded header lines are not accepted.", code="malformed_http")
@@ -433,7 +456,7 @@ def _check_head(head: h11.Request, raw: bytes) -> None:
     if b"transfer-encoding" in names:
         if b"content-length" in names:
             raise BadRequest("Transfer-Encoding and Content-Length must not come together.", code="malformed_http")
-        if head.http_version == b"1.0":
+        if head.version == b"1.0":
             raise BadRequest("HTTP/1.0 has no Transfer-Encoding.", code="malformed_http")
 
 

@@ -42,6 +42,7 @@ from trio_sse.errors import (
 from trio_sse.exchange import Exchange
 from trio_sse.http11 import Headers, Http11Connection, Request
 from trio_sse.metrics import CONTENT_TYPE, Metrics
+from trio_sse.pump import Pump
 from trio_sse.script import Script
 from trio_sse.sse import json_text
 from trio_sse.trace import Outcome, Record
@@ -68,7 +69,8 @@ class Call:
     owner: int | None = None  # which API key
 
 
-Handler = Callable[[Call], Awaitable[None]]
+# Answers by itself, or returns the exchange that will.
+Handler = Callable[[Call], Awaitable[Exchange | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Routes:
     Attributes:
       ready: whether the backend has loaded. closing: whether the server is shutting down (set by the server).
       lab: whether the lab's routes are there, and traces are kept.
+      pump: to be run by the server, beside the connections.
       live: running and waiting exchanges by request id, with the API key they were made with.
     """
 
@@ -115,6 +118,7 @@ class Routes:
         self.events_admission = Admission(config.events_slots, config.queue, config.queue_timeout)
         self._metrics = Metrics((self.admission, self.events_admission), backend)
         self.lab = config.lab if config.lab is not None else config.uds is None and is_loopback(config.host)
+        self.pump = Pump()
         self._traces = TraceStore()
         self._routes = self._table()
 
@@ -142,8 +146,8 @@ class Routes:
 
     # ---- One request ----
 
-    async def answer(self, connection: Http11Connection, request: Request) -> None:
-        """Answers ``request``: one response, one record.
+    async def answer(self, connection: Http11Connection, request: Request) -> Exchange | None:
+        """Answers ``request``, or returns the exchange that is to be run for its answer: one response, one record.
 
         Raises ConnectionLost and PeerStalled where the peer goes while a small answer is sent.
         """
@@ -157,13 +161,14 @@ class Routes:
         call = Call(connection, request, record, headers)
         try:
             route = self._find(request, record)
-            self._access.check_origin(origin, connection.transport.local)
+            if origin is not None:
+                self._access.check_origin(origin, connection.transport.local)
             if request.method == "OPTIONS":
                 await self._options(call, route)
-                return
+                return None
             if not route.open:
                 call.owner = self._access.owner(request.get_all(b"authorization"))
-            await route.handler(request.method)(call)
+            return await route.handler(request.method)(call)
         except HttpError as error:
             await self.refuse(call, error)
         except ConnectionLost as lost:
@@ -178,10 +183,10 @@ class Routes:
                 raise
             await self.refuse(call, InternalError())
         finally:
-            self._names.discard(name)
-            if record.t_ended is None:
+            if record.t_ended is None and name not in self.live:
                 record.reach(Outcome.SHUTDOWN, "cancelled_from_outside")
                 self._close(record)
+        return None
 
     async def refuse(self, call: Call, error: HttpError) -> None:
         """Answers with ``error``. The connection lives on if the request had been read to its end."""
@@ -209,6 +214,7 @@ class Routes:
 
     def finished(self, record: Record) -> None:
         """Where every closed record goes."""
+        self._names.discard(record.request_id)
         exchange = self.live.pop(record.request_id, None)
         self._metrics.finished(record)
         logs.log_request(record)
@@ -292,7 +298,7 @@ class Routes:
     # ---- Exchanges ----
 
     def _model(self, parse: Callable[[bytes, AnswerContext], Parsed], limit: int) -> Handler:
-        async def handle(call: Call) -> None:
+        async def handle(call: Call) -> Exchange:
             self._check_ready()
             body = await self._body(call, limit)
             call.record.mark("request", len(body))
@@ -301,7 +307,7 @@ class Routes:
                 parsed = parse(body, context)
             else:
                 parsed = await trio.to_thread.run_sync(parse, body, context)
-            await self._exchange(call, parsed, self.backend, self.admission)
+            return self._exchange(call, parsed, self.backend, self.admission)
 
         return handle
 
@@ -314,7 +320,7 @@ class Routes:
             self.admission.check()  # a 429 that spares the client its upload
         return await connection.read_body(limit)
 
-    async def _events(self, call: Call) -> None:
+    async def _events(self, call: Call) -> Exchange | None:
         if self.closing:
             raise NotReady("The server is shutting down.", code="shutting_down")
         script = native.events_script(call.request.query)
@@ -326,7 +332,8 @@ class Routes:
         else:
             body = await call.connection.read_body(self.config.max_body)
             call.record.mark("request", len(body))
-            await self._exchange(call, native.parse_events(script), self._script_backend, self.events_admission)
+            return self._exchange(call, native.parse_events(script), self._script_backend, self.events_admission)
+        return None
 
     async def _stream_head(self, call: Call) -> None:
         """What GET would begin with. Starts no work."""
@@ -341,11 +348,11 @@ class Routes:
             seconds = f"{self.config.cancel_grace:g}"
             raise BadRequest(f"must_drain work may not last longer than --cancel-grace, {seconds} s.", param="cancellation")
 
-    async def _exchange(self, call: Call, parsed: Parsed, backend: Backend, admission: Admission) -> None:
+    def _exchange(self, call: Call, parsed: Parsed, backend: Backend, admission: Admission) -> Exchange:
         record = call.record
-        exchange = Exchange(call.connection, parsed, backend, admission, record, self.config, call.headers, self.finished)
+        exchange = Exchange(call.connection, parsed, backend, admission, record, self.config, call.headers, self.finished, self.pump)
         self.live[record.request_id] = (exchange, call.owner)
-        await exchange.run()
+        return exchange
 
 
 def _last(request: Request) -> str:

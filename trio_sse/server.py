@@ -26,7 +26,6 @@ import contextlib
 import errno
 import gc
 import logging
-import math
 import os
 import signal
 import socket
@@ -40,11 +39,11 @@ from trio_sse.access import is_loopback
 from trio_sse.backends.base import Backend
 from trio_sse.config import Config
 from trio_sse.errors import ConfigError, ConnectionLost, HttpError, NotReady, PeerStalled
-from trio_sse.http11 import Http11Connection, State
+from trio_sse.http11 import Http11Connection
 from trio_sse.listeners import open_listeners, url
 from trio_sse.routes import Routes
 from trio_sse.trace import Outcome
-from trio_sse.transport import SocketTransport, TlsTransport, Transport
+from trio_sse.transport import SocketTransport, Transport
 
 __all__ = ["Server"]
 
@@ -82,7 +81,7 @@ class Server:
         self._abandon = abandon
         self._tls = _tls_context(config)
         self._listeners: list[socket.socket] = []
-        self._connections: dict[Http11Connection, trio.CancelScope] = {}
+        self._connections: set[Http11Connection] = set()
         self._refusing = 0
         self._accepting = trio.CancelScope()
         self._empty = trio.Event()  # set when the last connection has gone
@@ -122,6 +121,7 @@ class Server:
             # Signals are received from before the first line is printed: whoever waits for it may send one at once.
             with trio.open_signal_receiver(*numbers) if numbers else contextlib.nullcontext() as received:
                 async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.routes.pump.run)
                     for listener in self._listeners:
                         nursery.start_soon(self._accept, listener, nursery)
                     for each in urls:
@@ -163,13 +163,11 @@ class Server:
         self.routes.closing = True
         self._accepting.cancel(reason="shutdown")
         self._close_listeners()
-        for connection, scope in self._connections.items():
-            connection.linger_seconds = END_SECONDS
-            if connection.state in (State.HEAD, State.LINGERING):
-                # Nothing that has been promised is left to do there: what will have come by then is answered.
-                scope.deadline = trio.current_time() + END_SECONDS
-            elif connection.idle:
-                self._dismiss(connection)
+        for connection in self._connections:
+            # Nothing that has been promised is left to do in a wait for a head: what will have come by then is answered.
+            connection.hurry(END_SECONDS)
+            if connection.idle:
+                connection.hang_up()
         with trio.move_on_after(self.config.grace if grace is None else grace):
             await self._until_empty()
         for exchange, _ in list(self.routes.live.values()):
@@ -181,8 +179,8 @@ class Server:
             log.error("%d requests' work did not end: abandoned with the process", abandoned)
             self._abandon(1)
             return 1
-        for scope in self._connections.values():
-            scope.cancel(reason="shutdown")
+        for connection in self._connections:
+            connection.abort()
         return 0
 
     async def _until_empty(self) -> None:
@@ -231,34 +229,24 @@ class Server:
             await self._refuse(transport)
             return
         connection = Http11Connection(transport, self.config)
-        # Accepted just before the listeners were closed: it gets a moment to be told.
-        deadline = trio.current_time() + END_SECONDS if self.routes.closing else math.inf
-        with trio.CancelScope(deadline=deadline) as scope:
-            self._connections[connection] = scope
-            try:
-                await self._secure(connection)
-                await self._requests(connection)
-            except (ConnectionLost, PeerStalled, trio.TooSlowError):
-                connection.abort()
-            except Exception:
-                log.exception("a connection failed")
-                connection.abort()
-            finally:
-                self._connections.pop(connection)
-                with trio.move_on_after(END_SECONDS, shield=True):
-                    await connection.close()
-                if not self._connections:
-                    self._empty.set()
-
-    async def _secure(self, connection: Http11Connection) -> None:
-        """TLS, where it is spoken here. Raises ConnectionLost or TooSlowError."""
-        if self._tls is not None:
-            tls = TlsTransport(connection.transport, self._tls)
-            connection.state = State.HANDSHAKE
-            with trio.fail_after(self.config.header_timeout):
-                await tls.handshake()
-            connection.transport = tls
-            connection.state = State.IDLE
+        self._connections.add(connection)
+        if self.routes.closing:
+            connection.hurry(END_SECONDS)  # accepted just before the listeners were closed: it gets a moment to be told
+        try:
+            if self._tls is not None:
+                await connection.secure(self._tls)
+            await self._requests(connection)
+        except (ConnectionLost, PeerStalled):
+            connection.abort()
+        except Exception:
+            log.exception("a connection failed")
+            connection.abort()
+        finally:
+            self._connections.discard(connection)
+            with trio.move_on_after(END_SECONDS, shield=True):
+                await connection.close()
+            if not self._connections:
+                self._empty.set()
 
     async def _requests(self, connection: Http11Connection) -> None:
         """The keep-alive loop."""
@@ -270,7 +258,10 @@ class Server:
                 return
             if request is None:
                 return
-            await self.routes.answer(connection, request)
+            exchange = await self.routes.answer(connection, request)
+            del request  # it may last for hours
+            if exchange is not None:
+                await exchange.run()
             if not connection.next_cycle():
                 if connection.unread:
                     await connection.linger()
@@ -284,13 +275,8 @@ class Server:
         longest = min((each for each in self._connections if each.idle), key=lambda each: each.idle_since, default=None)
         if longest is None:
             return False
-        self._dismiss(longest)
+        longest.hang_up()
         return True
-
-    def _dismiss(self, connection: Http11Connection) -> None:
-        """Ends an idle connection. In the TLS handshake nothing can be lost by it; later a request that has just come is served."""
-        if not connection.hang_up():
-            self._connections[connection].cancel(reason="dismissed in the TLS handshake")
 
     async def _refuse(self, transport: Transport) -> None:
         connection = Http11Connection(transport, self.config)
@@ -300,9 +286,10 @@ class Server:
         self._refusing += 1
         try:
             with trio.move_on_after(END_SECONDS):
-                await self._secure(connection)
+                if self._tls is not None:
+                    await connection.secure(self._tls)
                 await self.routes.malformed(connection, NotReady("Too many connections.", code="too_many_connections"))
-        except (ConnectionLost, PeerStalled, trio.TooSlowError):
+        except (ConnectionLost, PeerStalled):
             pass
         finally:
             self._refusing -= 1

@@ -127,8 +127,6 @@ class SimulatedPeer:
 class SimulatedTransport(Transport):
     """The server's end of a simulated connection."""
 
-    peer = "simulated"
-
     def __init__(self, window: int) -> None:
         self.client = SimulatedPeer(self, window)
         self._incoming = bytearray()
@@ -153,14 +151,15 @@ class SimulatedTransport(Transport):
 
     # Transport
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> int:
         if self._closed or self.client.broken:
             raise ConnectionLost("closed" if self._closed else "broken_write")
         self.writes += 1
         if self._rest:
             self._rest += data
-            return
-        self._rest = data[self.client.take(data) :]
+        else:
+            self._rest = data[self.client.take(data) :]
+        return len(self._rest)
 
     @property
     def backlog(self) -> int:

@@ -76,7 +76,10 @@ LANES = ("client", "monitor", "producer", "channel", "writer", "socket", "model"
 GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _GAP_BUCKETS_NS = tuple(int(bound * 1e9) for bound in GAP_BUCKETS)
 _SHORTEST_NS = _GAP_BUCKETS_NS[0]
-_VALUES: dict[str | int | None, int] = {kind: len(names) for kind, (_, names) in MARKS.items()}
+# A kept list's own abbreviations, of two marks each: what happens once per event and once per write, at a third of the price.
+_QUEUED = "queued"  # at, seq, tokens, queued: produced, and enqueued without waiting
+_WROTE = "wrote"  # begin, events, bytes, wait_ns, unsent, unacked: frames, and a write that did not have to wait
+_VALUES: dict[str | int | None, int] = {_QUEUED: 3, _WROTE: 5, **{kind: len(names) for kind, (_, names) in MARKS.items()}}
 
 
 class Record:
@@ -93,35 +96,13 @@ class Record:
     ``events_discarded``.
     """
 
-    # Defaults of the class: most records are of small answers, which change few of them.
-    outcome: Outcome | None = None
-    witness: str | None = None
-    status: int | None = None
-    code: str | None = None
-    marks_kept = 0
-    marks_dropped = 0
-    prompt_tokens = 0
-    tokens_generated = 0
-    tokens_sent = 0
-    tokens_after_verdict = 0
-    events_produced = 0
-    events_sent = 0
-    events_discarded = 0
-    events_after_verdict = 0
-    terminal_events = 0
-    bytes_sent = 0
-    largest_write = 0
-    channel_peak = 0
-    enqueue_wait_ns = 0  # the longest
-    write_stall_ns = 0  # in all
-    gap_counts: list[int] | None = None
-    gap_sum_ns = 0
-    t_started: int | None = None
-    t_first_token: int | None = None
-    t_last_token: int | None = None
-    t_verdict: int | None = None
-    t_released: int | None = None
-    t_ended: int | None = None
+    __slots__ = (
+        "_flat", "bytes_sent", "channel_peak", "code", "enqueue_wait_ns", "events_after_verdict", "events_discarded",
+        "events_produced", "events_sent", "gap_counts", "largest_write", "marks_dropped", "marks_kept", "method", "now", "outcome",
+        "prompt_tokens", "request_id", "route", "status", "t_ended", "t_first_token", "t_last_token", "t_released", "t_request",
+        "t_started", "t_verdict", "terminal_events", "tokens_after_verdict", "tokens_generated", "tokens_sent", "tracing", "witness",
+        "write_stall_ns",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -135,13 +116,27 @@ class Record:
         self.request_id = request_id
         self.route = route
         self.method = method
-        self._clock = clock
+        self.now = clock
         self.tracing = marks
         self._flat: list[str | int | None] = []
+        self.outcome: Outcome | None = None
+        self.witness: str | None = None
+        self.status: int | None = None
+        self.code: str | None = None
+        self.marks_kept = self.marks_dropped = 0
+        self.prompt_tokens = self.tokens_generated = self.tokens_sent = self.tokens_after_verdict = 0
+        self.events_produced = self.events_sent = self.events_discarded = self.events_after_verdict = self.terminal_events = 0
+        self.bytes_sent = self.largest_write = self.channel_peak = 0
+        self.enqueue_wait_ns = 0  # the longest
+        self.write_stall_ns = 0  # in all
+        self.gap_counts: list[int] | None = None  # one gap each between two tokens, by GAP_BUCKETS
+        self.t_started: int | None = None
+        self.t_first_token: int | None = None
+        self.t_last_token: int | None = None
+        self.t_verdict: int | None = None
+        self.t_released: int | None = None
+        self.t_ended: int | None = None
         self.t_request = clock()
-
-    def now(self) -> int:
-        return self._clock()
 
     def mark(self, kind: str, *values: str | int | None, at: int | None = None) -> None:
         """Keeps one mark, if marks are kept. ``kind`` and ``values`` are those of :data:`MARKS`."""
@@ -150,9 +145,14 @@ class Record:
         if self.marks_kept < MAX_MARKS:
             self.marks_kept += 1
             # One flat list: a tuple per mark would be one more object for the garbage collector to look at, over and over.
-            self._flat += (kind, self._clock() if at is None else at, *values)
+            self._flat += (kind, self.now() if at is None else at, *values)
         else:
             self.marks_dropped += 1
+
+    @property
+    def gap_sum_ns(self) -> int:
+        """The gaps between tokens, added up."""
+        return 0 if self.t_first_token is None or self.t_last_token is None else self.t_last_token - self.t_first_token
 
     @property
     def marks(self) -> list[Mark]:
@@ -160,35 +160,79 @@ class Record:
         flat, found, at = self._flat, [], 0
         while at < len(flat):
             end = at + 2 + _VALUES[flat[at]]
-            found.append(tuple(flat[at:end]))
+            kind, when, *values = flat[at:end]
+            if kind == _QUEUED:
+                seq, tokens, queued = values
+                found += [("produced", when, seq, tokens), ("enqueued", when, seq, 0, queued)]
+            elif kind == _WROTE:
+                events, size, wait, *kernel = values
+                found += [("frames", when, events, size), ("write", when + wait, size, wait, *kernel)]  # type: ignore[operator]
+            else:
+                found.append((kind, when, *values))
             at = end
         return found
 
     def started(self) -> None:
-        self.t_started = self._clock()
+        self.t_started = self.now()
         self.mark("started", at=self.t_started)
 
     def produced(self, tokens: int) -> None:
         """The backend has offered one event that stands for ``tokens`` tokens (0: a tool event)."""
+        now = self._count(tokens)
+        if self.tracing:
+            self.mark("produced", self.events_produced, tokens, at=now)
+
+    def _count(self, tokens: int) -> int:
+        """Accounts for one event; returns when that was."""
         self.events_produced += 1
         self.tokens_generated += tokens
         if self.t_verdict is not None:
             self.events_after_verdict += 1
             self.tokens_after_verdict += tokens
-        now = self._clock()
+        now = self.now()
         if tokens:
             last = self.t_last_token
             if last is None:
                 self.t_first_token = now
-                self.gap_counts = [0] * (len(GAP_BUCKETS) + 1)
                 self.mark("first_token", at=now)
-            elif self.gap_counts is not None:
+            else:
                 gap = now - last
+                if self.gap_counts is None:
+                    self.gap_counts = [0] * (len(GAP_BUCKETS) + 1)
                 self.gap_counts[0 if gap <= _SHORTEST_NS else bisect_left(_GAP_BUCKETS_NS, gap)] += 1
-                self.gap_sum_ns += gap
             self.t_last_token = now
+        return now
+
+    def queued(self, tokens: int, queued: int) -> None:
+        """:meth:`produced`, for an event that was queued at once as number ``queued``. Once per event: two marks for the price of one."""
+        now = self._count(tokens)
         if self.tracing:
-            self.mark("produced", self.events_produced, tokens, at=now)
+            if self.marks_kept < MAX_MARKS - 1:
+                self.marks_kept += 2
+                self._flat += (_QUEUED, now, self.events_produced, tokens, queued)
+            else:
+                self.marks_dropped += 2
+
+    def wrote(self, size: int, events: int, tokens: int, begin: int) -> int:
+        """The kernel has taken a write that was begun at ``begin``. Returns how long that took, in ns."""
+        wait = self.now() - begin
+        self.bytes_sent += size
+        self.events_sent += events
+        self.tokens_sent += tokens
+        self.write_stall_ns += wait
+        if size > self.largest_write:
+            self.largest_write = size
+        return wait
+
+    def wrote_at_once(self, size: int, events: int, tokens: int, begin: int, kernel: tuple[int | None, int | None]) -> None:
+        """:meth:`wrote`, for a batch of events that the kernel took without a wait. Once per write: two marks for the price of one."""
+        wait = self.wrote(size, events, tokens, begin)
+        if self.tracing:
+            if self.marks_kept < MAX_MARKS - 1:
+                self.marks_kept += 2
+                self._flat += (_WROTE, begin, events, size, wait, *kernel)
+            else:
+                self.marks_dropped += 2
 
     def reach(self, outcome: Outcome, witness: str) -> bool:
         """Records the verdict unless there is one already; says whether this one counts."""
@@ -196,7 +240,7 @@ class Record:
             return False
         self.outcome = outcome
         self.witness = witness
-        self.t_verdict = self._clock()
+        self.t_verdict = self.now()
         self.mark("verdict", outcome.value, witness, at=self.t_verdict)
         return True
 
@@ -207,7 +251,7 @@ class Record:
 
     def released(self) -> None:
         """The slot is free again: the work has really ended."""
-        self.t_released = self._clock()
+        self.t_released = self.now()
         self.mark("slot_released", at=self.t_released)
 
     def close(self) -> None:
@@ -216,7 +260,7 @@ class Record:
             raise RuntimeError("an exchange cannot end without an outcome")
         if self.t_ended is not None:
             raise RuntimeError("an exchange cannot end twice")
-        self.t_ended = self._clock()
+        self.t_ended = self.now()
         self.mark("outcome", self.outcome.value, at=self.t_ended)
 
     def summary(self) -> dict[str, object]:

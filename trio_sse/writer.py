@@ -40,6 +40,7 @@ JSON_HEADERS: Headers = [(b"Content-Type", b"application/json")]
 
 WRITE_LIMIT = 64_000  # bytes of frames in one write, unless a single one is longer: with head and chunk framing under 64 KiB
 PROBE_INTERVAL = 1.0  # seconds between probes once the peer has sent end of file
+ASK_BYTES, ASK_NS = 16384, 100_000_000  # a trace says what the kernel holds after so many bytes, or so long, and after every wait
 
 
 class ResponseWriter:
@@ -54,8 +55,8 @@ class ResponseWriter:
     """
 
     __slots__ = (
-        "_answer", "_carried", "_carry", "_channel", "_config", "_connection", "_doze", "_half_closed", "_headers", "_last_write", "_over",
-        "_probe_now", "_record", "_stream", "_unaccounted", "finish", "head_sent",
+        "_answer", "_ask_at", "_carried", "_channel", "_config", "_connection", "_doze", "_half_closed", "_headers", "_last_write", "_over",
+        "_probe_now", "_record", "_stream", "_trouble", "_unaccounted", "_unasked", "finish", "head_sent",
     )  # fmt: skip
 
     def __init__(
@@ -71,12 +72,13 @@ class ResponseWriter:
         self._config = config
         self._headers = headers
         self._doze = trio.CancelScope()  # the wait for an event
-        self._carry: Event | None = None  # did not fit into the last write, or could not be encoded
-        self._carried = b""  # its frame, if it could be
+        self._carried = b""  # the frame that did not fit into the last write; its event is the channel's first
         self._over = False  # the channel has ended
+        self._trouble: Exception | None = None  # what a turn of the pump's has met
         self._half_closed = False
         self._probe_now = False
         self._last_write = trio.current_time()
+        self._unasked = self._ask_at = 0  # bytes sent since the kernel was asked; when to ask again, in ns
         self._unaccounted = (0, 0, 0, 0)  # what the write under way carries: bytes, events, tokens; its begin in ns
 
     # ---- Events ----
@@ -99,58 +101,83 @@ class ResponseWriter:
         self._doze.cancel(reason="end of file: probe")
 
     async def _send_events(self) -> None:
-        """The hot path: one event and all that waits behind it become one write. Returns when the kernel refuses, or at the end."""
+        """Makes turns, or waits while the pump makes them. Returns when the kernel refuses, or at the end."""
         channel, transport = self._channel, self._connection.transport
         while True:
-            event = self._carry
-            if event is None:
-                try:
-                    event = await channel.receive()
-                except trio.EndOfChannel:
-                    self._over = True
+            await channel.wait(self._turn_by_pump)
+            if self._trouble is not None:
+                raise self._trouble
+            if transport.backlog:
+                return  # a turn of the pump's has met a kernel that refuses
+            if len(channel):
+                if self._turn(trio.current_time()):
                     return
-            data = self._batch(event)
-            if data:
-                transport.write(data)
-                if transport.backlog:
-                    return
-                self._sent()
+            elif channel.closed:
+                self._over = True
+                return
 
-    def _batch(self, event: Event | None) -> bytes:
-        """The frames of ``event`` and of all that is queued behind it, up to one write's size, in one chunk."""
-        take = self._channel.take
+    def _turn_by_pump(self, now: float) -> None:
+        """A turn in this task's stead, while it waits. It is woken only for what is out of the ordinary."""
+        channel = self._channel
+        if channel.reader is None or not len(channel):
+            return  # the task has been cancelled, or has gone on by itself, since this turn was called for
+        try:
+            if not self._turn(now) and not len(channel):
+                return
+        except Exception as error:  # noqa: BLE001  (the writer's task will raise it)
+            self._trouble = error
+        channel.wake()
+
+    def _turn(self, now: float) -> bool:
+        """THE HOT PATH: one event and all that waits behind it become one write. Says whether the kernel has refused a part of it."""
+        record, transport = self._record, self._connection.transport
+        data, events, tokens = self._batch(self._channel.take())
+        if not data:
+            return False
+        size, begin = len(data), record.now()
+        if transport.write(data):
+            self._unaccounted = (size, events, tokens, begin)
+            record.mark("frames", events, size, at=begin)
+            return True
+        self._last_write = now
+        self._unasked += size
+        kernel: tuple[int | None, int | None] = (None, None)
+        if record.tracing and (self._unasked >= ASK_BYTES or begin >= self._ask_at):
+            kernel = transport.unsent()
+            self._unasked, self._ask_at = 0, begin + ASK_NS
+        record.wrote_at_once(size, events, tokens, begin, kernel)
+        return False
+
+    def _batch(self, events: list[Event]) -> tuple[bytes, int, int]:
+        """Frames ``events``, up to one write's size, as one chunk: bytes, events, tokens. What is left over goes back into the channel."""
         head = b""
         parts: list[bytes] = []
-        size = events = tokens = 0
-        self._carry = None
-        while event is not None:
-            kind = type(event)
-            if kind is Started:
-                head = self._stream_head()
-            try:
+        size = count = tokens = 0
+        try:
+            for event in events:
                 frame = self._carried or self._frame(event)
-            except Exception:
-                if not parts:
-                    raise
-                self._carry = event  # what was encoded before it still goes out; then this comes up again
-                break
-            self._carried = b""
-            if size and size + len(frame) > WRITE_LIMIT:
-                self._carry, self._carried = event, frame
-                break
-            parts.append(frame)
-            size += len(frame)
-            if kind is Token:
-                events += 1
-                tokens += event.count  # type: ignore[union-attr]
-            elif kind is ToolCall:
-                events += 1
-            event = take()
-        data = head + self._connection.data(b"".join(parts)) if self._stream else b""
-        self._unaccounted = (len(data), events, tokens, self._record.now())
-        if data:
-            self._record.mark("frames", events, len(data))
-        return data
+                self._carried = b""
+                if size and size + len(frame) > WRITE_LIMIT:
+                    self._carried = frame
+                    break
+                parts.append(frame)
+                size += len(frame)
+                if type(event) is Token:
+                    count += 1
+                    tokens += event.count
+                elif type(event) is ToolCall:
+                    count += 1
+                elif type(event) is Started:
+                    head = self._stream_head()
+        except Exception:
+            if not parts:
+                raise
+            # What was encoded before it still goes out; then this comes up again.
+        if len(parts) < len(events):
+            self._channel.put_back(events[len(parts) :])
+        if not self._stream:
+            return b"", 0, 0
+        return head + self._connection.data(b"".join(parts)), count, tokens
 
     def _frame(self, event: Event) -> bytes:
         if type(event) is Finish:
@@ -217,7 +244,6 @@ class ResponseWriter:
 
     def _comment(self) -> bytes:
         data = self._connection.data(self._answer.heartbeat) if self.head_sent else self._connection.probe()
-        self._unaccounted = (len(data), 0, 0, self._record.now())
         self._last_write = trio.current_time()  # also when the probes are used up
         if self._half_closed:
             self._record.mark("probe", len(data))
@@ -230,29 +256,18 @@ class ResponseWriter:
 
     async def _send(self, data: bytes) -> None:
         if data:
+            self._unaccounted = (len(data), 0, 0, self._record.now())
             self._connection.transport.write(data)
             await self._flush()
 
     async def _flush(self) -> None:
         if self._connection.transport.backlog:
             await self._connection.transport.flush(self._config.write_timeout)
-        self._sent()
-
-    def _sent(self) -> None:
-        """The kernel has taken it all: the account of the write."""
         size, events, tokens, begin = self._unaccounted
-        self._unaccounted = (0, 0, 0, begin)
         self._last_write = trio.current_time()
-        record = self._record
-        record.bytes_sent += size
-        record.events_sent += events
-        record.tokens_sent += tokens
-        wait = record.now() - begin
-        record.write_stall_ns += wait
-        if size > record.largest_write:
-            record.largest_write = size
-        if record.tracing:
-            record.mark("write", size, wait, *self._connection.transport.unsent())
+        wait = self._record.wrote(size, events, tokens, begin)
+        if self._record.tracing:
+            self._record.mark("write", size, wait, *self._connection.transport.unsent())
 
     async def _respond(self, status: int, headers: Headers, body: bytes) -> None:
         self._record.status = status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 import trio
@@ -25,13 +24,13 @@ class Stream:
         self._waiting: deque[Token] = deque()
 
     def offer(self, token: Token) -> None:
-        self._waiting.append(token)
         try:
             while self._waiting:
                 self._events.send_nowait(self._waiting[0])
                 self._waiting.popleft()
+            self._events.send_nowait(token)
         except trio.WouldBlock:
-            pass
+            self._waiting.append(token)
 
 
 class Engine:
@@ -39,7 +38,7 @@ class Engine:
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._phases: list[dict[Stream, None]] = [{} for _ in range(Ticks(mode).phases)]
+        self._phases: list[dict[Stream, None]] = [{} for _ in range(INTERVALS[mode][1])]
         self._entered = self._count = 0
         self._wake = trio.Event()
 
@@ -48,11 +47,11 @@ class Engine:
             await self._wake.wait()
             ticks = Ticks(self._mode)
             while self._count:
-                due = ticks.next_due()
-                await trio.sleep(max(0, due - time.monotonic()))
-                label = str(int(due * 1e9))
-                for stream in self._phases[ticks.phase]:
-                    stream.offer(Token(label))
+                await trio.lowlevel.wait_readable(ticks.fd)
+                for phase, label in ticks.due():
+                    for stream in self._phases[phase]:
+                        stream.offer(Token(label))
+            ticks.close()
             self._wake = trio.Event()
 
     async def serve(self, events: EventChannel) -> None:

@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import sniffio
@@ -25,65 +25,84 @@ SERVERS = ("uvicorn", "sse-starlette", "uvicorn-h11", "hypercorn-trio", "aiohttp
 
 
 class Engine:
-    """As backend.py's, for asyncio: one task feeds a queue per stream."""
+    """As backend.py's, for asyncio: one timer feeds a queue per stream."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._phases: list[dict[Any, None]] = [{} for _ in range(Ticks(mode).phases)]
+        self._phases: list[dict[Any, None]] = [{} for _ in range(INTERVALS[mode][1])]
         self._number = 0
-        self._task: Any = None
+        self._ticks: Ticks | None = None
         self.streams = 0
 
-    def _tick(self, queues: dict[Any, None], label: str) -> None:
-        for queue in list(queues):
-            queue.put_nowait(label)
+    def _tick(self) -> None:
+        if self._ticks is not None:
+            for phase, label in self._ticks.due():
+                for queue in list(self._phases[phase]):
+                    queue.put_nowait(label)
 
-    async def _run(self) -> None:
+    def _begin(self, ticks: Ticks) -> None:
         import asyncio
 
-        ticks = Ticks(self._mode)
-        while self.streams:
-            due = ticks.next_due()
-            await asyncio.sleep(max(0, due - time.monotonic()))
-            self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
-        self._task = None
+        asyncio.get_running_loop().add_reader(ticks.fd, self._tick)
 
-    def enter(self) -> tuple[Any, dict[Any, None]]:
+    def _end(self, ticks: Ticks) -> None:
         import asyncio
 
+        asyncio.get_running_loop().remove_reader(ticks.fd)
+
+    def _queue(self) -> Any:
+        import asyncio
+
+        return asyncio.Queue()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Any]:
+        """The queue of one more stream."""
+        if self._ticks is None:
+            self._ticks = Ticks(self._mode)
+            self._begin(self._ticks)
         self._number += 1
-        phase = self._phases[self._number % len(self._phases)]
-        queue: Any = asyncio.Queue()
+        self.streams += 1
+        phase, queue = self._phases[self._number % len(self._phases)], self._queue()
         phase[queue] = None
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-        return queue, phase
+        try:
+            yield queue
+        finally:
+            del phase[queue]
+            self.streams -= 1
+            if not self.streams:
+                ticks, self._ticks = self._ticks, None
+                self._end(ticks)
+                ticks.close()
 
 
 class TrioEngine(Engine):
     """The same under trio, whose channels stand in for the queues."""
 
-    async def _run(self) -> None:
+    def _begin(self, ticks: Ticks) -> None:
         import trio
 
-        ticks = Ticks(self._mode)
-        while self.streams:
-            due = ticks.next_due()
-            await trio.sleep(max(0, due - time.monotonic()))
-            self._tick(self._phases[ticks.phase], str(int(due * 1e9)))
-        self._task = None
+        trio.lowlevel.spawn_system_task(self._run, ticks)
 
-    def enter(self) -> tuple[Any, dict[Any, None]]:
+    async def _run(self, ticks: Ticks) -> None:
         import trio
 
-        self._number += 1
-        phase = self._phases[self._number % len(self._phases)]
-        send, receive = trio.open_memory_channel[str](math.inf)
-        queue = _TrioQueue(send, receive)
-        phase[queue] = None
-        if self._task is None:
-            self._task = trio.lowlevel.spawn_system_task(self._run)
-        return queue, phase
+        while self._ticks is ticks:
+            try:
+                await trio.lowlevel.wait_readable(ticks.fd)
+            except trio.ClosedResourceError:
+                return
+            self._tick()
+
+    def _end(self, ticks: Ticks) -> None:
+        import trio
+
+        trio.lowlevel.notify_closing(ticks.fd)
+
+    def _queue(self) -> Any:
+        import trio
+
+        return _TrioQueue(*trio.open_memory_channel[str](math.inf))
 
 
 class _TrioQueue:
@@ -101,14 +120,9 @@ async def texts(mode: str) -> AsyncIterator[str]:  # noqa: ASYNC900  (frameworks
         if mode not in _engines:
             kind = TrioEngine if sniffio.current_async_library() == "trio" else Engine
             _engines[mode] = kind(mode)
-        queue, phase = _engines[mode].enter()
-        _engines[mode].streams += 1
-        try:
+        with _engines[mode].entered() as queue:
             while True:
                 yield await queue.get()
-        finally:
-            del phase[queue]
-            _engines[mode].streams -= 1
     if mode == "idle":
         yield text(0)
         await _pause(3600)

@@ -14,7 +14,10 @@ A paced event's text is the monotonic time in ns at which it was due, so that th
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
 import time
 
 __all__ = ["DONE", "DRAIN_EVENTS", "HEALTH", "INTERVALS", "Ticks", "frame", "json_text", "text"]
@@ -37,20 +40,31 @@ def text(number: int) -> str:
 
 
 class Ticks:
-    """When the engine's ticks are due: each feeds the streams of one phase."""
+    """When the engine's ticks are due: each feeds the streams of one phase. Keeps a timer of the kernel's for them.
+
+    An event loop's own timers are rounded to milliseconds, in one loop up and in another one down; that would be measured as lateness.
+    The timer is a descriptor that becomes readable, as the results of a model's thread do.
+    """
 
     def __init__(self, mode: str) -> None:
         interval, self.phases = INTERVALS[mode]
-        self.step = interval / self.phases
-        self.number = 0
-        self.begin = time.monotonic()
+        self._step = round(interval / self.phases * 1e9)
+        self._begin = time.monotonic_ns()
+        self._number = 0
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.fd = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        every, first = divmod(self._step, 10**9), divmod(self._begin + self._step, 10**9)
+        spec = (ctypes.c_long * 4)(*every, *first)
+        if self.fd < 0 or libc.timerfd_settime(self.fd, 1, spec, None) < 0:  # 1: the first time is an absolute one
+            raise OSError(ctypes.get_errno(), "timerfd")
 
-    def next_due(self) -> float:
-        """Monotonic seconds of the next tick. Ticks that were missed are made up for, up to one interval of them."""
-        now = int((time.monotonic() - self.begin) / self.step)
-        self.number = max(self.number + 1, now - self.phases)
-        return self.begin + self.number * self.step
+    def due(self) -> list[tuple[int, str]]:
+        """The ticks that are due now, as phase and time in ns; of those that were missed, the ones of the last interval."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 8)
+        before, self._number = self._number, (time.monotonic_ns() - self._begin) // self._step
+        numbers = range(max(before, self._number - self.phases) + 1, self._number + 1)
+        return [(number % self.phases, str(self._begin + number * self._step)) for number in numbers]
 
-    @property
-    def phase(self) -> int:
-        return self.number % self.phases
+    def close(self) -> None:
+        os.close(self.fd)

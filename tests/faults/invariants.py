@@ -122,7 +122,9 @@ def check_prompt(scene: ServerScene) -> None:
         assert took <= patience, f"{record.outcome} took {took:g} s"
         if script is None or (script.interval_ms >= PACED and not drains):
             more = record.tokens_generated - tokens
-            assert more <= 1, f"{more} tokens for a client that had gone"
+            # After a step that took too long the script makes up for it, without a pause in which anyone could be told.
+            allowed = 2 if {"slow_step", "stuck_step"} & set(scene.injected) else 1
+            assert more <= allowed, f"{more} tokens for a client that had gone"
 
 
 def check_bytes(scene: ServerScene) -> None:

@@ -143,8 +143,8 @@ class ServerScene(Scene):
 
     def cancel_connection(self) -> None:
         """Cancels the task of the watched connection."""
-        for connection, scope in self.stage.server._connections.items():
-            if client_of(connection) is self.peer:
+        for peer, scope in self.stage.scopes.items():
+            if peer is self.peer:
                 scope.cancel()
                 self.must_end()
 
@@ -235,9 +235,9 @@ class ServerScene(Scene):
         served = self.stage.server.routes
         answer, malformed, finished = served.answer, served.malformed, served.finished
 
-        async def counted_answer(connection: Http11Connection, request: Request) -> None:
+        async def counted_answer(connection: Http11Connection, request: Request) -> Exchange | None:
             self._begin(connection)
-            await answer(connection, request)
+            return await answer(connection, request)
 
         async def counted_malformed(connection: Http11Connection, error: HttpError) -> None:
             self._begin(connection)

@@ -92,8 +92,7 @@ class UnshieldedCleanup(Exchange):
         except HttpError as error:
             self._failure = error
         finally:
-            self._channel.close()
-            self._ended.set()
+            self._work_ended()
 
 
 class DoubleRelease(Exchange):
@@ -139,7 +138,7 @@ class ChannelClosedBeforeDrain(EventChannel):
     def discard(self) -> None:
         self._queue.clear()
         self._closed = True
-        self._room.unpark_all()
+        self.take()
 
 
 class NobodyDrains(EventChannel):
@@ -180,7 +179,7 @@ class HeartbeatOutsideDeadline(ResponseWriter):
         if b": hb" in data:
             self._connection.transport.write(data)
             await self._connection.transport.flush(math.inf)
-            self._sent()
+            await self._flush()
         else:
             await super()._send(data)
 
@@ -290,8 +289,7 @@ class EndOfFileIsADisconnect(Exchange):
 
     async def _monitor(self) -> None:
         with self._watching:
-            while await self._connection.read_ahead():
-                pass
+            await self._connection.read_ahead()
             self.stop(Outcome.CLIENT_DISCONNECTED, "eof")
 
 

@@ -51,6 +51,8 @@ class Stage:
         self.server.routes.loaded()
         self.records: list[Record] = []
         self.connections = 0
+        self.scopes: dict[SimulatedPeer, trio.CancelScope] = {}  # each connection's task's
+        self._pumping = False
         self.exit_statuses: list[int] = []
         self._window = window
         finished = self.server.routes.finished
@@ -70,6 +72,9 @@ class Stage:
 
     def connect(self) -> SimulatedPeer:
         """A new connection, served by a task of its own."""
+        if not self._pumping:
+            self._pumping = True
+            self.nursery.start_soon(self.server.routes.pump.run)
         transport, peer = simulated_pair(window=self._window)
         self.nursery.start_soon(self._serve, transport)
         return peer
@@ -77,9 +82,11 @@ class Stage:
     async def _serve(self, transport: SimulatedTransport) -> None:
         self.connections += 1
         try:
-            await self.server.serve(transport)
+            with trio.CancelScope() as self.scopes[transport.client]:
+                await self.server.serve(transport)
         finally:
             self.connections -= 1
+            del self.scopes[transport.client]
 
     async def settled(self) -> None:
         """Waits until every task is blocked, and checks that nothing is held: no slot, no waiter, no live request."""
