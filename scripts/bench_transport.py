@@ -50,7 +50,7 @@ class Case:
       events: what each answer must have; 0: not looked at.
       seconds: length of the window.
       idle: streams that wait meanwhile.
-      growth: a point of a curve rather than one of the figures that are aimed at; has at most three rounds.
+      growth: a point of a curve rather than one of the figures that are aimed at; has one round.
     """
 
     name: str
@@ -72,7 +72,7 @@ _IDLE = ("kib_per_stream", "opened_per_second")
 
 def _cases() -> tuple[Case, ...]:
     # A window must be long beside one answer of all connections: some servers make them one after the other.
-    window = {1: 0.7, 16: 0.7, 128: 2, 512: 4, 2000: 8}
+    window = {1: 0.7, 16: 0.7, 128: 1.2, 512: 2.5, 2000: 6}
     cases = [Case(f"{mode}-{n}", mode, "stream", n, _STREAM, ANSWER, window[n]) for mode in ("drain", "yield") for n in (1, 16, 128)]
     cases += [Case(f"paced-{n}-{mode}", mode, "paced", n, _PACED, seconds=2) for n in (64, 512) for mode in ("aligned", "staggered")]
     cases += [
@@ -169,7 +169,7 @@ def measure_all(names: list[str], cases: list[Case], rounds: int) -> Runs:
         client = Client(Path(folder), core=cores[1])
         running = {name: stack.enter_context(Server(name, cores[0])) for name in names}
         for case in cases:
-            for number in range(min(rounds, 3) if case.growth else rounds):
+            for number in range(1 if case.growth else rounds):
                 for name in names:
                     if case.load == "hold":  # memory that was used before would hide what is used now
                         with Server(name, cores[0]) as fresh:
