@@ -21,6 +21,7 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -123,7 +124,16 @@ def main() -> None:
 
     with alone():
         facts: dict[str, Any] = {"servers": names, "versions": versions, "load": round(os.getloadavg()[0], 1), "machine": describe()}
-        runs = measure_all(names, cases, 1 if given.quick else given.runs)
+        runs: Runs = {case.name: {name: [] for name in names} for case in cases}
+        # A run that is ended early tells what it has measured by then, and its servers end with it.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):
+            measure_all(names, cases, 1 if given.quick else given.runs, runs)
+    cases = [case for case in cases if all(runs[case.name].values())]
+    for case in cases:
+        whole = min(map(len, runs[case.name].values()))
+        runs[case.name] = {name: measured[:whole] for name, measured in runs[case.name].items()}
     given.out.mkdir(parents=True, exist_ok=True)
     print(report.write(given.out, facts, cases, runs))
 
@@ -156,15 +166,14 @@ def _set_up() -> dict[str, str]:
 Runs = dict[str, dict[str, list[dict[str, float]]]]
 
 
-def measure_all(names: list[str], cases: list[Case], rounds: int) -> Runs:
-    """Runs every case on every server, interleaved."""
+def measure_all(names: list[str], cases: list[Case], rounds: int, runs: Runs) -> None:
+    """Runs every case on every server, interleaved; adds what it measures to ``runs``."""
     from processes import Client, Server
 
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("two cores are needed: one for the server, one for the client")
     os.sched_setaffinity(0, cores[1:])
-    runs: Runs = {case.name: {name: [] for name in names} for case in cases}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         client = Client(Path(folder), core=cores[1])
         running = {name: stack.enter_context(Server(name, cores[0])) for name in names}
@@ -179,7 +188,6 @@ def measure_all(names: list[str], cases: list[Case], rounds: int) -> Runs:
                     runs[case.name][name].append(result)
                 told = ", ".join(f"{name} {runs[case.name][name][-1][case.figures[0]]:.4g}" for name in names)
                 print(f"{case.name} {number + 1}: {case.figures[0]}: {told}", flush=True)
-    return runs
 
 
 def _measure(server: Any, client: Any, case: Case) -> dict[str, float]:

@@ -49,7 +49,7 @@ def write(folder: Path, facts: dict[str, Any], cases: Sequence[Case], runs: Runs
             for server, results in rows.items()
         )
         + "\n  }"
-        for name, rows in runs.items()
+        for name, rows in ((case.name, runs[case.name]) for case in cases)
     )
     medians = {name: {server: _rounded(row) for server, row in rows.items()} for name, rows in summary.items()}
     head = json.dumps({"facts": facts, "summary": medians}, indent=1)
@@ -77,7 +77,7 @@ def _summary(case: Case, rows: dict[str, list[dict[str, float]]]) -> dict[str, d
 
 def _table(facts: dict[str, Any], cases: Sequence[Case], runs: Runs, summary: Summary) -> str:
     names: list[str] = facts["servers"]
-    rounds = {len(next(iter(rows.values()))) for rows in runs.values()}
+    rounds = {len(next(iter(runs[case.name].values()))) for case in cases}
     everything = [row for rows in summary.values() for row in rows.values()]
     machine = facts["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
