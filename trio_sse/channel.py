@@ -17,6 +17,8 @@ Rules:
 4. While discarding, only :meth:`send` takes events: whoever never waits would never meet the checkpoint at which a cancellation
    arrives, and go on producing for nobody.
 5. Whoever waits is woken when there is something for it, and looks again: nothing is handed to a task that may be cancelled meanwhile.
+6. A reader that leaves a turn (see :meth:`EventChannel.wait`) is not woken for events: the pump makes the turn, or the sender that
+   finds the channel full.
 
 Why not trio's own: it is as fast, but it can't throw away what is sent without a task that receives it, and its statistics, which the
 account would need for each event, build an object every time.

@@ -4,7 +4,8 @@ An exchange is one request that makes a backend work, and the response that carr
 
     monitor    reads the receive side: the only one who can see the peer go while there is nothing to write
     producer   backend.prepare → slot → backend.generate → channel; holds the slot until the work has really ended
-    writer     channel → frames → socket; the only one who writes. It is the exchange's own task, not a child
+    writer     channel → frames → socket; the only one who writes. It is the exchange's own task, not a child; while it waits for
+               events, the pump makes those of its writes that need no wait
 
                      events                  frames
     backend ──▶ [ channel, bounded ] ──▶ writer ──▶ kernel ──▶ peer

@@ -8,7 +8,7 @@ for events leaves a *turn* with its channel, a function that makes one write and
                                               │
                                               └── the kernel refuses, something fails, the events end: that writer's task is woken
 
-Measured side by side: a producer that yields per event 41 → 34 µs, 64 paced streams 57 → 47 µs of processor time per event.
+Measured side by side, processor time per event: producers that yield per event 45 → 33 µs, 64 streams fed in one tick 60 → 42 µs.
 
 Rules:
 

@@ -3,13 +3,15 @@
     channel ──▶ Answer (frames) ──▶ one chunk ──▶ write without waiting ──▶ kernel
                                                    └── it refuses ──▶ flush: wait, under the write timeout
 
-One event and whatever else is already waiting become one write; nothing is held back to fill one. While there is nothing to write, the
-writer *dozes*: it waits for an event inside a cancel scope whose deadline is when the peer must hear something, a heartbeat or a probe.
+One event and whatever else is already waiting become one write, a *turn*; nothing is held back to fill one. Turns do not wait, so that
+the server's pump can make those of all streams (pump.py). While there is nothing to write, the writer's task *dozes*: it waits for what
+a turn can't do, inside a cancel scope whose deadline is when the peer must hear something, a heartbeat or a probe.
 
 Rules:
 
 1. A write that has begun is never cut off by a heartbeat that falls due: waiting for the kernel happens outside the doze.
 2. The dozing scope is made once per heartbeat, not once per event: a scope and its deadline cost as much as sending a small event.
+   A turn may be made only while the task dozes, or by the task itself: a verdict ends the doze at once, and so the turns.
 3. What the account calls sent, the kernel has taken.
 4. ``Finish`` is kept, not framed: the exchange has the last frames sent once the work has ended and the slot is free.
 """
