@@ -122,7 +122,7 @@ async def texts(mode: str) -> AsyncIterator[str]:  # noqa: ASYNC900  (frameworks
             _engines[mode] = kind(mode)
         with _engines[mode].entered() as queue:
             while True:
-                yield await queue.get()
+                yield await queue.get()  # noqa: ASYNC119  (closed by its framework)
     if mode == "idle":
         yield text(0)
         await _pause(3600)
