@@ -28,6 +28,7 @@ from trio_sse.backends.transformers.linear import (
     int4_kernel,
     int8_kernel,
     row_counts,
+    wide_vectors,
 )
 from trio_sse.backends.transformers.llama import Dimensions, Layer, LlamaForward, Weights
 from trio_sse.backends.transformers.sampling import Describe, Sampler, choose
@@ -37,13 +38,8 @@ from trio_sse.events import Sampling
 
 __all__ = ["LeanModel", "dimensions", "read_weights", "resolve_dtype"]
 
-_CHUNK = 24  # a chunk at the end of a 4000-token prompt should take no more than 150 ms on two cores
+_CHUNK = 16  # a chunk at the end of a 4000-token prompt should take no more than 150 ms on two cores, busy ones included
 _PROBE = 512  # outputs of a kernel that is only asked how it treats rows
-
-
-def wide_vectors() -> bool:
-    """Whether torch uses AVX-512 here."""
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def resolve_dtype(dtype: str, tensors: GgufTensors, device: torch.device) -> str:
@@ -118,8 +114,7 @@ class _Builder:
         weight = self._tensors.dense(name)
         if self._dtype != "int4":
             return self._dense(weight, getattr(torch, self._dtype))
-        # The 8-bit kernel is quick with wide vectors only.
-        kernel = int8_kernel(weight, self._device) if wide_vectors() or not has_packed_half(self._device) else None
+        kernel = int8_kernel(weight, self._device)
         if kernel is None:
             return self._dense(weight, torch.float16)
         return self._counted(kernel, "int8", weight.shape[1], lambda: int8_kernel(weight[:_PROBE], self._device))
