@@ -55,10 +55,10 @@ LINGER_SECONDS = 30.0
 READ_AHEAD = 65536  # bytes kept of what a client pipelines during a response; past it they are dropped and the connection ends
 _RECEIVE = 65536
 _ANY_HEAD = b"HTTP/1.1 "
+_END = h11.EndOfMessage()  # immutable, so one serves all
 
-_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)")
+_CONTROLS = bytes({*range(0x20), 0x7F} - set(b"\t\r\n"))
 _HEAD_END = re.compile(rb"\n\r?\n")
-_FOLDED = re.compile(rb"\n[ \t]")
 _AUTHORITY = re.compile(rb"\Ahttps?://[^/?]*(?=[/?]|\Z)", re.IGNORECASE)
 # RFC 3986: a registered name or IPv4 address, or a bracketed IPv6 or future literal; then perhaps a port.
 _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.\-_~!$&'()*+,;=%]+\]|(?:[0-9A-Za-z\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?")
@@ -83,12 +83,12 @@ class Request:
     def __init__(self, head: h11.Request) -> None:
         self.method = head.method.decode("ascii")
         # As to a proxy, ``GET http://host/path``: RFC 9112 has every server take it. Whom it names plays no part, as with Host.
-        target = _AUTHORITY.sub(b"", head.target) or b"/"
+        target = head.target if head.target[:1] == b"/" else _AUTHORITY.sub(b"", head.target) or b"/"
         path, _, query = target.partition(b"?")
         self.path = path.decode("ascii")
         self.query = query.decode("ascii")
         self.version = head.http_version
-        self.headers: Headers = list(head.headers)
+        self.headers: Headers = [(name.lower(), value) for name, value in head.headers.raw_items()]  # a list of h11's own takes 3 µs
 
     def get_all(self, name: bytes) -> list[bytes]:
         return [value for key, value in self.headers if key == name]
@@ -149,12 +149,19 @@ class Http11Connection:
         Cancellation: the request's bytes are lost. To end an idle connection and no other, call :meth:`hang_up`.
         """
         deadline = trio.current_time() + (self._config.header_timeout if self._first else self._config.keep_alive)
-        if self.pipelined:
-            await trio.lowlevel.checkpoint()  # small answers have none: a client that pipelines them must let the others have their turn
-        else:
-            with self._waiting(deadline):
-                await self._receive()
-            if not self.pipelined:  # idle for too long, hung up, or the peer has left
+        if not self._first:
+            # Small answers have no checkpoint: a client must let the others have their turn. Where there are others, its next request
+            # is here by then as a rule, and a wait with its deadline is spared (16 connections: 103 → 79 µs a short answer).
+            await trio.lowlevel.checkpoint()
+        if not self._ahead:
+            data = None if self._first else self.transport.receive_nowait(_RECEIVE)
+            if data is None and self.idle:
+                with self._waiting(deadline):
+                    data = await self.transport.receive(_RECEIVE)
+            if data is None:  # idle for too long, or hung up
+                return None
+            self._received(data)
+            if not data:  # the peer has left
                 return None
         self.state = State.HEAD
         self.idle = False
@@ -226,7 +233,9 @@ class Http11Connection:
         return isinstance(event, h11.ConnectionClosed)
 
     async def _receive(self) -> None:
-        data = await self.transport.receive(_RECEIVE)
+        self._received(await self.transport.receive(_RECEIVE))
+
+    def _received(self, data: bytes) -> None:
         self._eof = not data
         self._h11.receive_data(data)
 
@@ -338,7 +347,7 @@ class Http11Connection:
 
     def end(self) -> bytes:
         """The end of the response."""
-        return self._h11.send(h11.EndOfMessage())
+        return self._h11.send(_END)
 
     def end_after_this(self) -> None:
         """The connection will not carry another request, though the head may have gone without saying so."""
@@ -444,9 +453,10 @@ def _check_head(head: Request, raw: bytes) -> None:
     """What h11 0.16 lets through and we do not. ``raw`` is the head as it came."""
     if head.version not in (b"1.1", b"1.0"):
         raise BadRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.", code="malformed_http")
-    if _FOLDED.search(raw):
+    # Searches for fixed bytes: an expression takes ten times as long (a browser's head has 800 bytes, and took 10 µs).
+    if b"\n " in raw or b"\n\t" in raw:
         raise BadRequest("Folded header lines are not accepted.", code="malformed_http")
-    if _CONTROL.search(raw):
+    if len(raw.translate(None, _CONTROLS)) < len(raw) or raw.count(b"\r") > raw.count(b"\r\n"):
         raise BadRequest("A header value contains control characters.", code="malformed_http")
     names = set()
     for name, value in head.headers:

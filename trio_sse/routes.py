@@ -236,7 +236,8 @@ class Routes:
     # ---- Small answers ----
 
     async def _document(self, call: Call, body: bytes, status: int = 200, headers: Headers = JSON_HEADERS) -> None:
-        await call.connection.read_body(self.config.max_body)  # nothing, as a rule; ignored where there is one
+        if not call.connection.take_no_body():
+            await call.connection.read_body(self.config.max_body)  # ignored
         call.record.status = status
         await call.connection.respond(status, [*call.headers, *headers], body)
         call.record.reach(Outcome.COMPLETED, "last_byte")

@@ -182,15 +182,19 @@ class SimulatedTransport(Transport):
 
     async def receive(self, max_bytes: int) -> bytes:
         await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            if self._closed or self.client.broken:
-                raise ConnectionLost("closed" if self._closed else "reset")
-            if self._incoming or self._eof:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-                data = bytes(self._incoming[:max_bytes])
-                del self._incoming[: len(data)]
-                return data
+        while (data := self.receive_nowait(max_bytes)) is None:
             await self._news.park()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return data
+
+    def receive_nowait(self, max_bytes: int) -> bytes | None:
+        if self._closed or self.client.broken:
+            raise ConnectionLost("closed" if self._closed else "reset")
+        if not self._incoming and not self._eof:
+            return None
+        data = bytes(self._incoming[:max_bytes])
+        del self._incoming[: len(data)]
+        return data
 
     async def wait_gone(self) -> None:
         await trio.lowlevel.checkpoint()

@@ -91,6 +91,10 @@ class Transport(ABC):
     async def receive(self, max_bytes: int) -> bytes:
         """The next bytes from the peer; ``b""`` at the end of its sending side. Raises ConnectionLost on a reset."""
 
+    def receive_nowait(self, max_bytes: int) -> bytes | None:  # noqa: ARG002
+        """As :meth:`receive`, without waiting; None where nothing has come yet, or where that can't be known without a wait."""
+        return None
+
     @abstractmethod
     async def wait_gone(self) -> None:
         """After end of file and a write: returns once the peer is known to have closed. May wait for ever."""
@@ -194,12 +198,14 @@ class SocketTransport(Transport):
                 await trio.lowlevel.wait_readable(self._sock)
             except trio.ClosedResourceError:
                 raise ConnectionLost("closed") from None
-            data = self._receive_now(max_bytes)
+            data = self.receive_nowait(max_bytes)
             if data is not None:
                 return data
         raise ConnectionLost("closed")
 
-    def _receive_now(self, max_bytes: int) -> bytes | None:
+    def receive_nowait(self, max_bytes: int) -> bytes | None:
+        if self._closed:
+            raise ConnectionLost("closed")
         try:
             return self._sock.recv(max_bytes)
         except BlockingIOError:
