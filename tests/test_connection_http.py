@@ -10,9 +10,10 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.support.capture import captured_log, check_quiet
 from tests.support.stage import Answer, Stage, answers, get, peer_answer, post
-from trio_sse.http11 import LINGER_BYTES, LINGER_SECONDS, READ_AHEAD
+from trio_sse.config import Config
+from trio_sse.http11 import LINGER_BYTES, LINGER_SECONDS, READ_AHEAD, Http11Connection
 from trio_sse.script import Script
-from trio_sse.simulated import SimulatedPeer
+from trio_sse.simulated import SimulatedPeer, SimulatedTransport
 from trio_sse.trace import Outcome
 
 PROMPT = {"prompt": "hi", "max_new_tokens": 2}
@@ -147,6 +148,28 @@ async def test_read_ahead_is_bounded_over_many_responses(nursery: trio.Nursery, 
         total += len(one) * 200
         await trio.sleep(0.001)
     assert total < 3 * READ_AHEAD
+
+
+@pytest.mark.parametrize("arrives", [True, False], ids=["came-before", "did-not-come"])
+async def test_hung_up_while_the_others_have_their_turn(arrives: bool, nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    """Between two requests a connection lets the others go first. What has come when it goes on is served, hung up or not."""
+    transport = SimulatedTransport(65536)
+    connection = Http11Connection(transport, Config())
+    transport.client.send(get("/first"))
+    assert await connection.next_request() is not None
+    assert connection.take_no_body()
+    await connection.respond(200, [], b"")
+    assert connection.next_cycle()
+
+    async def another() -> None:
+        if arrives:
+            transport.client.send(get("/second"))
+        connection.hang_up()
+
+    nursery.start_soon(another)
+    request = await connection.next_request()
+    assert (request.path if request is not None else None) == ("/second" if arrives else None)
+    assert trio.current_time() == 0
 
 
 # ---- Expect, HEAD, OPTIONS, HTTP/1.0 ----
