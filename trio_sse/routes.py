@@ -236,8 +236,7 @@ class Routes:
     # ---- Small answers ----
 
     async def _document(self, call: Call, body: bytes, status: int = 200, headers: Headers = JSON_HEADERS) -> None:
-        if not call.connection.take_no_body():
-            await call.connection.read_body(self.config.max_body)  # ignored
+        await call.connection.read_body(self.config.max_body)  # nothing, as a rule; ignored where there is one
         call.record.status = status
         await call.connection.respond(status, [*call.headers, *headers], body)
         call.record.reach(Outcome.COMPLETED, "last_byte")
