@@ -11,7 +11,7 @@ Rules:
 1. A measurement is a window in the middle of steady work: opening connections and ending them is outside, unless it is what is measured.
 2. Processor time counts from the kernel's own account of each thread. Events per second need a machine that has nothing else to do;
    processor time per event is to be trusted on a busy one too, and the table says how long each server was kept from its core.
-3. The client checks every answer: its status, and its number of events.
+3. The client checks every answer: its status, and its number of events. A server that fails a case has no figures in it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ Runs = dict[str, dict[str, list[dict[str, float]]]]
 
 def measure_all(names: list[str], cases: list[Case], rounds: int, runs: Runs) -> None:
     """Runs every case on every server, interleaved; adds what it measures to ``runs``."""
-    from processes import Client, Server
+    from processes import Client, Failed, Server
 
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -180,13 +180,19 @@ def measure_all(names: list[str], cases: list[Case], rounds: int, runs: Runs) ->
         for case in cases:
             for number in range(1 if case.growth else rounds):
                 for name in names:
-                    if case.load == "hold":  # memory that was used before would hide what is used now
-                        with Server(name, cores[0]) as fresh:
-                            result = _hold(fresh, client, case)
-                    else:
-                        result = _measure(running[name], client, case)
+                    try:
+                        if not all(runs[case.name][name]):
+                            result = {}  # it has failed before, and would again
+                        elif case.load == "hold":  # memory that was used before would hide what is used now
+                            with Server(name, cores[0]) as fresh:
+                                result = _hold(fresh, client, case)
+                        else:
+                            result = _measure(running[name], client, case)
+                    except Failed as failure:
+                        print(failure, flush=True)
+                        result = {}
                     runs[case.name][name].append(result)
-                told = ", ".join(f"{name} {runs[case.name][name][-1][case.figures[0]]:.4g}" for name in names)
+                told = ", ".join(f"{name} {runs[case.name][name][-1].get(case.figures[0], float('nan')):.4g}" for name in names)
                 print(f"{case.name} {number + 1}: {case.figures[0]}: {told}", flush=True)
 
 

@@ -67,10 +67,13 @@ def _summary(case: Case, rows: dict[str, list[dict[str, float]]]) -> dict[str, d
     """Server → the median of every figure, and ``…_ratio``: the median over the rounds of the figure over uvicorn's."""
     summary: dict[str, dict[str, float]] = {}
     for name, runs in rows.items():
+        if not all(runs):  # it failed
+            summary[name] = {}
+            continue
         summary[name] = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
         for key in case.figures:
             pairs = list(zip(runs, rows.get(BASE, []), strict=False))
-            if pairs:
+            if pairs and all(rows[BASE]):
                 summary[name][f"{key}_ratio"] = statistics.median(mine[key] / (theirs[key] or 1) for mine, theirs in pairs)
     return summary
 
@@ -110,6 +113,8 @@ def _table(facts: dict[str, Any], cases: Sequence[Case], runs: Runs, summary: Su
 
 
 def _cell(row: dict[str, float], key: str) -> str:
+    if key not in row:
+        return "failed"
     value = row[key]
     shown = f"{value:.0%}" if key == "delivered" else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     ratio = row.get(f"{key}_ratio")
