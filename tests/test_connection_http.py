@@ -161,7 +161,7 @@ async def test_hung_up_while_the_others_have_their_turn(arrives: bool, nursery: 
     await connection.respond(200, [], b"")
     assert connection.next_cycle()
 
-    async def another() -> None:
+    async def another() -> None:  # noqa: ASYNC124  (a task)
         if arrives:
             transport.client.send(get("/second"))
         connection.hang_up()
