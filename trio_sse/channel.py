@@ -110,7 +110,7 @@ class EventChannel:
             # What _offer and _put do, in one place and with one reading of the clock: 3.1 µs → 1.3 µs an event.
             queue.append(event)
             self._record.queued(event.count, len(queue))
-            if self.reader is not None:
+            if self.reader is not None and len(queue) == 1:
                 self._call_reader()
         else:
             self._offer(event)
@@ -207,7 +207,7 @@ class EventChannel:
             record.enqueue_wait_ns = wait_ns
         if record.tracing:
             record.mark("enqueued", record.events_produced, wait_ns, len(self._queue))
-        if self.reader is not None:
+        if self.reader is not None and len(self._queue) == 1:
             self._call_reader()
 
     async def _wait_for_room(self) -> None:
@@ -221,10 +221,10 @@ class EventChannel:
         await trio.lowlevel.wait_task_rescheduled(stop_waiting)
 
     def _call_reader(self) -> None:
-        """There is something for a reader that waits."""
+        """There is something for a reader that waits: the first event. For those behind it, it has been called already."""
         if self._turn is None or self._pump is None or not self._pump.running:
             self.wake()
-        elif len(self._queue) == 1:  # for those behind the first one it has been called already
+        else:
             self._pump.call(self._turn)
 
     def _stop_waiting(self, _raise_cancel: object) -> trio.lowlevel.Abort:
