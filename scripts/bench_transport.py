@@ -4,7 +4,7 @@
 Every server is one process on one core, the client (scripts/bench/load.c) is on another. All of them run at the same time and are
 measured one after the other, round after round, so that whatever else the machine does falls on all alike; what counts is the ratio
 to uvicorn + Starlette within the same round, and of that the median over the rounds. Writes transport.json, transport.md and
-transport.svg into evidence/bench/.
+transport.svg into evidence/bench/. With --profile: where trio_sse's own time goes, into profile.md there.
 
 Rules:
 
@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 PEERS = ROOT / ".venv-bench"
 SERVERS = ("trio_sse", "uvicorn", "sse-starlette", "uvicorn-h11", "hypercorn-trio", "aiohttp", "granian", "raw")
 IDLE = 2000
+PROFILED = 8.0  # seconds of a window in which samples are taken
+UNPACED = ("stream", "short", "open")  # loads whose work does not come in step with the tick that takes the samples
 ANSWER = 301  # events of a whole answer: 300 and [DONE]
 
 
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="this case; a prefix will do; repeatable")
     parser.add_argument("--servers", default=",".join(SERVERS), metavar="A,B", help="these servers (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "evidence" / "bench", metavar="DIR", help="(default: evidence/bench)")
+    parser.add_argument("--profile", action="store_true", help="where trio_sse's processor time goes instead, into profile.md")
     parser.add_argument("--list", action="store_true", help="name the cases")
     given = parser.parse_args()
     if given.list:
@@ -122,6 +125,11 @@ def main() -> None:
     from trio_sse.evidence.environment import describe
     from trio_sse.evidence.lock import alone
 
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.profile:
+        with alone():
+            print(report.write_profile(given.out, versions, describe(), profile([case for case in cases if case.load in UNPACED])))
+        return
     with alone():
         facts: dict[str, Any] = {"servers": names, "versions": versions, "load": round(os.getloadavg()[0], 1), "machine": describe()}
         runs: Runs = {case.name: {name: [] for name in names} for case in cases}
@@ -134,7 +142,6 @@ def main() -> None:
     for case in cases:
         whole = min(map(len, runs[case.name].values()))
         runs[case.name] = {name: measured[:whole] for name, measured in runs[case.name].items()}
-    given.out.mkdir(parents=True, exist_ok=True)
     print(report.write(given.out, facts, cases, runs))
 
 
@@ -194,6 +201,24 @@ def measure_all(names: list[str], cases: list[Case], rounds: int, runs: Runs) ->
                     runs[case.name][name].append(result)
                 told = ", ".join(f"{name} {runs[case.name][name][-1].get(case.figures[0], float('nan')):.4g}" for name in names)
                 print(f"{case.name} {number + 1}: {case.figures[0]}: {told}", flush=True)
+
+
+def profile(cases: list[Case]) -> dict[str, tuple[str, float, dict[str, int]]]:
+    """Case → the figure that tells its cost, that figure, and how often which function was running (scripts/bench/sampler.py)."""
+    from processes import OURS, Client, Server
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[1:])
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, Server(OURS, cores[0], Path(folder) / "profile") as server:
+        client = Client(Path(folder), core=cores[-1])
+        for case in cases:
+            server.profiled()
+            cost = next(figure for figure in case.figures if figure.startswith("cpu"))
+            measured = _measure(server, client, replace(case, seconds=PROFILED))
+            found[case.name] = cost, measured[cost], server.profiled()
+            print(f"{case.name}: {cost}: {measured[cost]:.4g}", flush=True)
+    return found
 
 
 def _measure(server: Any, client: Any, case: Case) -> dict[str, float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from pathlib import Path
 
+import sampler
 import trio
 from workload import DRAIN_EVENTS, INTERVALS, Ticks, frame, text
 
@@ -77,6 +80,8 @@ class Bench(Backend):
         self._engines = {mode: Engine(mode) for mode in INTERVALS}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        if profile := os.environ.get("BENCH_PROFILE"):
+            sampler.start(Path(profile))
         async with trio.open_nursery() as nursery:
             for engine in self._engines.values():
                 nursery.start_soon(engine.run)

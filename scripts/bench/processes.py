@@ -33,12 +33,16 @@ class Failed(RuntimeError):
 class Server:
     """One server, pinned to a core, for the length of a ``with`` block.
 
+    Args:
+      profile: where trio_sse is to write its profile; see :meth:`profiled`.
+
     Resource handling: the process and all that it has started end with the block.
     """
 
-    def __init__(self, name: str, core: int) -> None:
+    def __init__(self, name: str, core: int, profile: Path | None = None) -> None:
         self.name = name
         self.port = _free_port()
+        self._profile = profile
         self._core = core
 
     def __enter__(self) -> Self:
@@ -49,6 +53,8 @@ class Server:
             command = [str(PEERS_PYTHON), "peers.py", self.name, str(self.port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TRIO_SSE_")}
         environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"
+        if self._profile is not None:
+            environment["BENCH_PROFILE"] = str(self._profile)
         self._log = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             ["taskset", "-c", str(self._core), *command],
@@ -97,6 +103,18 @@ class Server:
                 fields = (thread / "schedstat").read_text().split()
                 threads.append((int(fields[0]), int(fields[1])))
         return sum(used for used, _ in threads) / 1e9, max(threads)[1] / 1e9
+
+    def profiled(self) -> dict[str, int]:
+        """What the server was doing since the last call (sampler.py): function → samples."""
+        if self._profile is None:
+            raise Failed(f"{self.name} does not keep a profile")
+        self._profile.unlink(missing_ok=True)
+        os.kill(self._process.pid, signal.SIGUSR1)
+        until = time.monotonic() + READY
+        while time.monotonic() < until and not self._profile.exists():
+            time.sleep(0.01)
+        samples: dict[str, int] = json.loads(self._profile.read_text())
+        return samples
 
     def settle(self) -> None:
         """Returns once the server has nothing to do: what it still owes to the clients of the last case must not count for the next."""

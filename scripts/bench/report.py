@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["write"]
+__all__ = ["write", "write_profile"]
 
 BASE = "uvicorn"  # + Starlette: what the ratios are to
 NAMES = {
@@ -123,6 +123,58 @@ def _cell(row: dict[str, float], key: str) -> str:
 
 def _most(rows: Sequence[dict[str, float]], key: str) -> float:
     return max((row[key] for row in rows if key in row), default=0.0)
+
+
+# The parts of a profile, by the beginning of a module's name; the first that fits.
+_PARTS = {
+    "making the events (the benchmark's own)": ("backend", "workload"),
+    "encoding": ("trio_sse.dialects", "trio_sse.sse", "json"),
+    "channel": ("trio_sse.channel", "trio_sse.pump"),
+    "writer": ("trio_sse.writer",),
+    "account and trace": ("trio_sse.trace",),
+    "socket calls, the kernel's part included": ("trio_sse.transport", "socket"),
+    "HTTP": ("trio_sse.http11", "h11"),
+    "trio": ("trio.", "outcome"),
+    "the rest, once per request": ("",),
+}
+
+
+def write_profile(
+    folder: Path, versions: dict[str, str], machine: dict[str, Any], found: dict[str, tuple[str, float, dict[str, int]]]
+) -> str:
+    """Writes profile.md: the parts of each case's cost, and the functions that take most of it. Returns the text."""
+    lines = [
+        "# Where the time goes",
+        "",
+        (
+            "trio_sse's processor time by the module that is running, and the functions of each case that take most of it: "
+            "self time, from samples at each tick of processor time. Taking them is part of the cost; what is at a "
+            "function's end may count for its caller."
+        ),
+        "",
+        f"{machine.get('cpu', machine.get('machine'))}, {machine['recorded']}; python {versions['python']}, trio {versions['trio']}.",
+        "",
+        "| µs | " + " | ".join(found) + " |",
+        "| --- |" + " ---: |" * len(found),
+    ]
+    columns = []
+    for _, cost, samples in found.values():
+        column = dict.fromkeys(_PARTS, 0.0)
+        for function, count in samples.items():
+            part = next(part for part, modules in _PARTS.items() if function.startswith(modules))
+            column[part] += cost * count / max(1, sum(samples.values()))
+        columns.append(column)
+    lines += [f"| {part} | " + " | ".join(f"{column[part]:.2f}" for column in columns) + " |" for part in _PARTS]
+    lines.append("| **all** | " + " | ".join(f"**{cost:.2f}**" for _, cost, _ in found.values()) + " |")
+    for name, (figure, cost, samples) in found.items():
+        total = sum(samples.values())
+        lines += ["", f"## {name}", "", f"{NAMES[figure]}: {cost:.3g}; {total} samples.", ""]
+        lines += ["| function | µs | share |", "| --- | ---: | ---: |"]
+        most = sorted(samples.items(), key=lambda pair: -pair[1])[:12]
+        lines += [f"| `{function}` | {cost * count / total:.2f} | {count / total:.0%} |" for function, count in most]
+    text = "\n".join(lines) + "\n"
+    (folder / "profile.md").write_text(text)
+    return text
 
 
 def _plot(path: Path, cases: Sequence[Case], summary: Summary, names: Sequence[str]) -> None:
