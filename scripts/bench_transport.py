@@ -4,7 +4,7 @@
 Every server is one process on one core, the client (scripts/bench/load.c) is on another. All of them run at the same time and are
 measured one after the other, round after round, so that whatever else the machine does falls on all alike; what counts is the ratio
 to uvicorn + Starlette within the same round, and of that the median over the rounds. Writes transport.json, transport.md and
-transport.svg into evidence/bench/. With --profile: where trio_sse's own time goes, into profile.md there.
+transport.svg into evidence/bench/. With --profile: where trio_sse's own time and memory go, into profile.md there.
 
 Rules:
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="this case; a prefix will do; repeatable")
     parser.add_argument("--servers", default=",".join(SERVERS), metavar="A,B", help="these servers (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "evidence" / "bench", metavar="DIR", help="(default: evidence/bench)")
-    parser.add_argument("--profile", action="store_true", help="where trio_sse's processor time goes instead, into profile.md")
+    parser.add_argument("--profile", action="store_true", help="where trio_sse's time and memory go instead, into profile.md")
     parser.add_argument("--list", action="store_true", help="name the cases")
     given = parser.parse_args()
     if given.list:
@@ -128,7 +128,9 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.profile:
         with alone():
-            print(report.write_profile(given.out, versions, describe(), profile([case for case in cases if case.load in UNPACED])))
+            times = profile_time([case for case in cases if case.load in UNPACED])
+            memory = profile_memory([case for case in cases if case.load == "hold"])
+            print(report.write_profile(given.out, versions, describe(), times, memory))
         return
     with alone():
         facts: dict[str, Any] = {"servers": names, "versions": versions, "load": round(os.getloadavg()[0], 1), "machine": describe()}
@@ -203,7 +205,7 @@ def measure_all(names: list[str], cases: list[Case], rounds: int, runs: Runs) ->
                 print(f"{case.name} {number + 1}: {case.figures[0]}: {told}", flush=True)
 
 
-def profile(cases: list[Case]) -> dict[str, tuple[str, float, dict[str, int]]]:
+def profile_time(cases: list[Case]) -> dict[str, tuple[str, float, dict[str, int]]]:
     """Case → the figure that tells its cost, that figure, and how often which function was running (scripts/bench/sampler.py)."""
     from processes import OURS, Client, Server
 
@@ -218,6 +220,26 @@ def profile(cases: list[Case]) -> dict[str, tuple[str, float, dict[str, int]]]:
             measured = _measure(server, client, replace(case, seconds=PROFILED))
             found[case.name] = cost, measured[cost], server.profiled()
             print(f"{case.name}: {cost}: {measured[cost]:.4g}", flush=True)
+    return found
+
+
+def profile_memory(cases: list[Case]) -> dict[str, tuple[int, dict[str, int]]]:
+    """Case → its streams, and the bytes that each module has taken while they were open (scripts/bench/sampler.py)."""
+    from processes import OURS, Client, Server
+
+    cores = sorted(os.sched_getaffinity(0))
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        client = Client(Path(folder), core=cores[-1])
+        for case in cases:
+            with Server(OURS, cores[0], Path(folder) / "profile", "MEMORY") as server:
+                _warm(server, client, case)
+                before = server.profiled()
+                with client.running(server, case.mode, "hold", case.connections, 0, 0) as measuring:
+                    measuring.result()
+                    after = server.profiled()
+            found[case.name] = case.connections, {module: held - before.get(module, 0) for module, held in after.items()}
+            print(f"{case.name}: {sum(found[case.name][1].values()) / 1024 / case.connections:.4g} KiB a stream", flush=True)
     return found
 
 
@@ -242,15 +264,20 @@ def _measure(server: Any, client: Any, case: Case) -> dict[str, float]:
 
 
 def _hold(server: Any, client: Any, case: Case) -> dict[str, float]:
-    with client.running(server, case.mode, "stream", 4, 0.1, 0) as measuring:  # the first streams load what is loaded once
-        measuring.result()
-    server.settle()
+    _warm(server, client, case)
     before = server.memory()
     with client.running(server, case.mode, "hold", case.connections, 0, 0) as measuring:
         result: dict[str, float] = measuring.result()
         result["kib_per_stream"] = (server.memory() - before) / 1024 / case.connections
     result["opened_per_second"] = case.connections / result["seconds"]
     return result
+
+
+def _warm(server: Any, client: Any, case: Case) -> None:
+    """The first streams load what is loaded once."""
+    with client.running(server, case.mode, "stream", 4, 0.1, 0) as measuring:
+        measuring.result()
+    server.settle()
 
 
 if __name__ == "__main__":

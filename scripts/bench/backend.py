@@ -80,8 +80,10 @@ class Bench(Backend):
         self._engines = {mode: Engine(mode) for mode in INTERVALS}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        if profile := os.environ.get("BENCH_PROFILE"):
-            sampler.start(Path(profile))
+        if profile := os.environ.get("BENCH_TIME"):
+            sampler.count_time(Path(profile))
+        if profile := os.environ.get("BENCH_MEMORY"):
+            sampler.count_memory(Path(profile))
         async with trio.open_nursery() as nursery:
             for engine in self._engines.values():
                 nursery.start_soon(engine.run)

@@ -35,14 +35,16 @@ class Server:
 
     Args:
       profile: where trio_sse is to write its profile; see :meth:`profiled`.
+      of: ``TIME`` or ``MEMORY``.
 
     Resource handling: the process and all that it has started end with the block.
     """
 
-    def __init__(self, name: str, core: int, profile: Path | None = None) -> None:
+    def __init__(self, name: str, core: int, profile: Path | None = None, of: str = "TIME") -> None:
         self.name = name
         self.port = _free_port()
         self._profile = profile
+        self._of = of
         self._core = core
 
     def __enter__(self) -> Self:
@@ -54,7 +56,7 @@ class Server:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TRIO_SSE_")}
         environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"
         if self._profile is not None:
-            environment["BENCH_PROFILE"] = str(self._profile)
+            environment[f"BENCH_{self._of}"] = str(self._profile)
         self._log = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             ["taskset", "-c", str(self._core), *command],
@@ -105,7 +107,7 @@ class Server:
         return sum(used for used, _ in threads) / 1e9, max(threads)[1] / 1e9
 
     def profiled(self) -> dict[str, int]:
-        """What the server was doing since the last call (sampler.py): function → samples."""
+        """What the server was doing since the last call: function → samples; or what it holds: module → bytes. See sampler.py."""
         if self._profile is None:
             raise Failed(f"{self.name} does not keep a profile")
         self._profile.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,6 +126,10 @@ def _most(rows: Sequence[dict[str, float]], key: str) -> float:
     return max((row[key] for row in rows if key in row), default=0.0)
 
 
+# Case → the figure that tells its cost, that figure, and function → samples.
+Times = dict[str, tuple[str, float, dict[str, int]]]
+# Case → its streams, and module → bytes that all of them hold.
+Memory = dict[str, tuple[int, dict[str, int]]]
 # The parts of a profile, by the beginning of a module's name; the first that fits.
 _PARTS = {
     "making the events (the benchmark's own)": ("backend", "workload"),
@@ -139,12 +144,24 @@ _PARTS = {
 }
 
 
-def write_profile(
-    folder: Path, versions: dict[str, str], machine: dict[str, Any], found: dict[str, tuple[str, float, dict[str, int]]]
-) -> str:
-    """Writes profile.md: the parts of each case's cost, and the functions that take most of it. Returns the text."""
+def write_profile(folder: Path, versions: dict[str, str], machine: dict[str, Any], times: Times, memory: Memory) -> str:
+    """Writes profile.md: the parts of each case's cost, the functions that take most of it, and whose memory a stream holds. Returns it."""
     lines = [
-        "# Where the time goes",
+        "# Where the time and the memory go",
+        "",
+        f"{machine.get('cpu', machine.get('machine'))}, {machine['recorded']}; python {versions['python']}, trio {versions['trio']}.",
+    ]
+    if times:
+        lines += _time_lines(times)
+    for name, (streams, modules) in memory.items():
+        lines += ["", f"## {name}", "", *_memory_lines(streams, modules)]
+    text = "\n".join(lines) + "\n"
+    (folder / "profile.md").write_text(text)
+    return text
+
+
+def _time_lines(times: Times) -> list[str]:
+    lines = [
         "",
         (
             "trio_sse's processor time by the module that is running, and the functions of each case that take most of it: "
@@ -152,29 +169,45 @@ def write_profile(
             "function's end may count for its caller."
         ),
         "",
-        f"{machine.get('cpu', machine.get('machine'))}, {machine['recorded']}; python {versions['python']}, trio {versions['trio']}.",
-        "",
-        "| µs | " + " | ".join(found) + " |",
-        "| --- |" + " ---: |" * len(found),
+        "| µs | " + " | ".join(times) + " |",
+        "| --- |" + " ---: |" * len(times),
     ]
     columns = []
-    for _, cost, samples in found.values():
+    for _, cost, samples in times.values():
         column = dict.fromkeys(_PARTS, 0.0)
         for function, count in samples.items():
             part = next(part for part, modules in _PARTS.items() if function.startswith(modules))
             column[part] += cost * count / max(1, sum(samples.values()))
         columns.append(column)
     lines += [f"| {part} | " + " | ".join(f"{column[part]:.2f}" for column in columns) + " |" for part in _PARTS]
-    lines.append("| **all** | " + " | ".join(f"**{cost:.2f}**" for _, cost, _ in found.values()) + " |")
-    for name, (figure, cost, samples) in found.items():
+    lines.append("| **all** | " + " | ".join(f"**{cost:.2f}**" for _, cost, _ in times.values()) + " |")
+    for name, (figure, cost, samples) in times.items():
         total = sum(samples.values())
         lines += ["", f"## {name}", "", f"{NAMES[figure]}: {cost:.3g}; {total} samples.", ""]
         lines += ["| function | µs | share |", "| --- | ---: | ---: |"]
-        most = sorted(samples.items(), key=lambda pair: -pair[1])[:12]
-        lines += [f"| `{function}` | {cost * count / total:.2f} | {count / total:.0%} |" for function, count in most]
-    text = "\n".join(lines) + "\n"
-    (folder / "profile.md").write_text(text)
-    return text
+        lines += [f"| `{function}` | {cost * count / total:.2f} | {count / total:.0%} |" for function, count in _largest(samples)]
+    return lines
+
+
+def _memory_lines(streams: int, modules: dict[str, int]) -> list[str]:
+    held: Counter[str] = Counter()
+    for module, size in modules.items():
+        held[module if module.startswith("trio_sse.") else module.partition(".")[0]] += size
+    total = sum(held.values())
+    return [
+        (
+            f"{total / 1024 / streams:.1f} KiB a stream, by the module that asked for it: a task with its frames and scopes is trio's. "
+            "What Python and the kernel keep beside is not in it."
+        ),
+        "",
+        "| module | KiB | share |",
+        "| --- | ---: | ---: |",
+        *(f"| `{module}` | {size / 1024 / streams:.2f} | {size / total:.0%} |" for module, size in _largest(held)),
+    ]
+
+
+def _largest(amounts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(amounts.items(), key=lambda pair: -pair[1])[:12]
 
 
 def _plot(path: Path, cases: Sequence[Case], summary: Summary, names: Sequence[str]) -> None:
