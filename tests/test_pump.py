@@ -30,10 +30,13 @@ class Reader:
             self.woken += 1
             self.taken += self.channel.take()
 
-    def turn(self, _now: float) -> None:
+    def turn(self, _now: float) -> int:
         self.turns += 1
-        if self.channel.reader is not None:
-            self.taken += self.channel.take()
+        if self.channel.reader is None:
+            return 0
+        events = self.channel.take()
+        self.taken += events
+        return len(events)
 
 
 def channel(pump: Pump | None, capacity: int = 4) -> EventChannel:
@@ -68,6 +71,29 @@ async def test_without_a_running_pump_the_task_is_woken(nursery: trio.Nursery, a
         await wait_all_tasks_blocked()
         assert (reader.taken, reader.turns, reader.woken) == ([Token("a")], 0, 1)
         reader.channel.close()
+
+
+async def test_turns_that_took_several_events_are_followed_by_a_round_of_patience(nursery: trio.Nursery, autojump_clock: MockClock) -> None:
+    pump = Pump()
+    nursery.start_soon(pump.run)
+    took: list[int] = []
+    events = 0
+
+    def turn(_now: float) -> int:
+        took.append(events)
+        return events
+
+    for _ in range(20):  # the scheduler's order within a round is random
+        for events, patient in ((1, False), (2, False), (1, True), (1, False)):
+            await wait_all_tasks_blocked()
+            took.clear()
+            pump.call(turn)
+            await trio.lowlevel.checkpoint()
+            assert not (patient and took)
+            await trio.lowlevel.checkpoint()
+            assert patient or took == [events]
+            await trio.lowlevel.checkpoint()
+            assert took == [events]
 
 
 async def test_a_turn_for_a_task_that_was_cancelled_meanwhile_does_nothing(nursery: trio.Nursery, autojump_clock: MockClock) -> None:

@@ -15,6 +15,10 @@ Rules:
 1. A turn never waits and never raises: whatever is out of the ordinary is its own writer's task's business.
 2. A turn that comes too late does nothing: its writer may have been cancelled, or have gone on by itself, since it was called for.
 3. Without a running pump everything works the same; the writers' own tasks are woken then.
+4. Where the turns have taken more events than there were turns, producers go on without waiting for anything: the next turns come one
+   round of the scheduler later and take what two rounds have brought, in half the writes. Against none of this, beside uvicorn, in
+   alternating runs: producers that yield per event, one connection 0.52 to 0.64 of its events per second → 0.72 to 0.85; 16 and 128
+   connections 0.86 to 1.16 → 1.02 to 1.44; paced streams the same.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ from collections.abc import Callable
 
 import trio
 
-__all__ = ["Pump"]
+__all__ = ["Pump", "Turn"]
+
+Turn = Callable[[float], int]  # is told the time on trio's clock; returns how many events it has taken
 
 
 class Pump:
-    """Runs turns. Each is told the time on trio's clock.
+    """Runs turns.
 
     Attributes:
       running: whether there is a task to make them.
@@ -35,7 +41,7 @@ class Pump:
 
     def __init__(self) -> None:
         self.running = False
-        self._due: list[Callable[[float], None]] = []
+        self._due: list[Turn] = []
         self._idle: trio.lowlevel.Task | None = None  # the task, while nothing is due
 
     async def run(self) -> None:
@@ -44,6 +50,7 @@ class Pump:
         Resource handling: owns nothing. What is still due when it ends is dropped; it ends together with the writers it works for.
         """
         self.running = True
+        patient = False
         try:
             while True:
                 if self._due:
@@ -51,14 +58,18 @@ class Pump:
                 else:
                     self._idle = trio.lowlevel.current_task()
                     await trio.lowlevel.wait_task_rescheduled(self._stop_waiting)
+                if patient:  # rule 4
+                    await trio.lowlevel.checkpoint()
                 due, self._due = self._due, []
                 now = trio.current_time()
+                taken = 0
                 for turn in due:
-                    turn(now)
+                    taken += turn(now)
+                patient = taken > len(due)
         finally:
             self.running = False
 
-    def call(self, turn: Callable[[float], None]) -> None:
+    def call(self, turn: Turn) -> None:
         """Has ``turn`` made soon. Synchronous."""
         self._due.append(turn)
         if self._idle is not None:

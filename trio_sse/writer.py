@@ -3,9 +3,10 @@
     channel ──▶ Answer (frames) ──▶ one chunk ──▶ write without waiting ──▶ kernel
                                                    └── it refuses ──▶ flush: wait, under the write timeout
 
-One event and whatever else is already waiting become one write, a *turn*; nothing is held back to fill one. Turns do not wait, so that
-the server's pump can make those of all streams (pump.py). While there is nothing to write, the writer's task *dozes*: it waits for what
-a turn can't do, inside a cancel scope whose deadline is when the peer must hear something, a heartbeat or a probe.
+One event and whatever else is already waiting become one write, a *turn*; nothing waits for what may come (but see pump.py, rule 4).
+Turns do not wait, so that the server's pump can make those of all streams (pump.py). While there is nothing to write, the writer's task
+*dozes*: it waits for what a turn can't do, inside a cancel scope whose deadline is when the peer must hear something, a heartbeat or a
+probe.
 
 Rules:
 
@@ -118,17 +119,19 @@ class ResponseWriter:
                 self._over = True
                 return
 
-    def _turn_by_pump(self, now: float) -> None:
-        """A turn in this task's stead, while it waits. It is woken only for what is out of the ordinary."""
+    def _turn_by_pump(self, now: float) -> int:
+        """A turn in this task's stead, while it waits. It is woken only for what is out of the ordinary. Returns the events found."""
         channel = self._channel
-        if channel.reader is None or not len(channel):
-            return  # the task has been cancelled, or has gone on by itself, since this turn was called for
+        waiting = len(channel)
+        if channel.reader is None or not waiting:
+            return 0  # the task has been cancelled, or has gone on by itself, since this turn was called for
         try:
             if not self._turn(now) and not len(channel):
-                return
+                return waiting
         except Exception as error:  # noqa: BLE001  (the writer's task will raise it)
             self._trouble = error
         channel.wake()
+        return waiting
 
     def _turn(self, now: float) -> bool:
         """THE HOT PATH: one event and all that waits behind it become one write. Says whether the kernel has refused a part of it."""
