@@ -12,6 +12,7 @@ from trio_sse.channel import EventChannel
 from trio_sse.dialects.native import GenerateAnswer
 from trio_sse.events import Event, Finish, Started, Token
 from trio_sse.pump import Pump
+from trio_sse.simulated import SimulatedTransport
 from trio_sse.trace import Outcome, Record
 
 
@@ -141,6 +142,44 @@ class Together(Backend):
             await trio.sleep(1)
             events.send_nowait(Token(f"{number} "))
         await events.send(Finish("stop"))
+
+
+class Yielding(Backend):
+    """Hands over an event, lets the others have their turn, and goes on."""
+
+    name = "yielding"
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    async def generate(self, prepared: Prepared, events: EventChannel) -> None:
+        await events.send(Started())
+        for _ in range(self._tokens):
+            events.send_nowait(Token("x"))
+            await trio.lowlevel.checkpoint()
+        await events.send(Finish("stop"))
+
+
+async def test_a_producer_that_only_yields_gets_two_events_into_a_write(
+    nursery: trio.Nursery, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without rule 4 the scheduler's random order makes it three events in two writes."""
+    writes = 0
+    write = SimulatedTransport.write
+
+    def counting(transport: SimulatedTransport, data: bytes) -> int:
+        nonlocal writes
+        writes += 1
+        return write(transport, data)
+
+    monkeypatch.setattr(SimulatedTransport, "write", counting)
+    stage = Stage(nursery, Yielding(1000))
+    peer = stage.connect()
+    peer.send(post("/generate", {"prompt": "hi"}))
+    answer = await peer_answer(peer)
+    assert answer.body.count(b"token") == 1000
+    assert writes < 550
+    await stage.settled()
 
 
 async def test_one_streams_failing_encoder_is_its_own_affair(

@@ -16,8 +16,8 @@ Rules:
 2. A turn that comes too late does nothing: its writer may have been cancelled, or have gone on by itself, since it was called for.
 3. Without a running pump everything works the same; the writers' own tasks are woken then.
 4. Where the turns have taken more events than there were turns, producers go on without waiting for anything: the next turns come one
-   round of the scheduler later and take what two rounds have brought, in half the writes. Against none of this, beside uvicorn, in
-   alternating runs: producers that yield per event, one connection 0.52 to 0.64 of its events per second → 0.72 to 0.85; 16 and 128
+   round of the scheduler later and take what two rounds have brought, in half the writes. Without this and with it, in alternating runs
+   beside uvicorn: producers that yield per event, one connection 0.52 to 0.64 of its events per second → 0.72 to 0.85; 16 and 128
    connections 0.86 to 1.16 → 1.02 to 1.44; paced streams the same.
 """
 

@@ -134,7 +134,6 @@ class SimulatedTransport(Transport):
         self._news = trio.lowlevel.ParkingLot()
         self._rest = b""
         self._closed = False
-        self.writes = 0
 
     # driven by the client
 
@@ -154,7 +153,6 @@ class SimulatedTransport(Transport):
     def write(self, data: bytes) -> int:
         if self._closed or self.client.broken:
             raise ConnectionLost("closed" if self._closed else "broken_write")
-        self.writes += 1
         if self._rest:
             self._rest += data
         else:
